@@ -221,6 +221,28 @@ def random_stream(seed, purpose, *place):
 # A lesson: python diffusion.py
 
 def main():
-    from pathlib import Path
-    from sample import labelled_grid, save_picture
-    from train import digit_image
+    """Print alpha, sigma, SNR and the weights along t, and draw one digit as each schedule dissolves it."""
+    from sample import image_grid, line_chart, save_picture, side_by_side, titled, to_uint8
+    from train import draw_digit
+
+    print(__doc__.split("\n\n")[1], "\n")
+    diffusion = Diffusion("cosine")
+    min_snr = loss_weight(diffusion.snr, "min-snr", 5.0)
+    print("cosine schedule:   t    alpha    sigma          SNR   min-snr weight on x_0 (gamma = 5)")
+    for t in (0, 100, 200, 300, 400, 500, 600, 700, 800, 900, 999):
+        abar, snr = diffusion.alphas_cumprod[t], diffusion.snr[t]
+        print(f"                 {t:3d}   {abar.sqrt():.4f}   {(1 - abar).sqrt():.4f}   {snr:10.3g}   {min_snr[t]:.3g}")
+
+    steps = torch.arange(0, 1000, 111)                                          # 0, 111, ..., 999
+    digit = torch.from_numpy(np.array(draw_digit(5, 0, 32, 32))).permute(2, 0, 1)[None] / 127.5 - 1
+    noise = torch.from_numpy(random_stream(0, "lesson").standard_normal((1, 3, 32, 32), dtype=np.float32))
+    rows = [Diffusion(name).add_noise(digit.expand(10, -1, -1, -1), noise, steps) for name in SCHEDULES]
+    strip = titled(image_grid(to_uint8(torch.cat(rows)), columns=10), "x_t at t = 0, 111, ..., 999", list(SCHEDULES))
+    chart = line_chart([{"title": "signal-to-noise ratio", "x": "timestep t", "log_y": True,
+                         "lines": {name: (range(1000), Diffusion(name).snr) for name in SCHEDULES}}], width=strip.width)
+    save_picture(side_by_side([strip, chart], columns=1), "runs/lessons/diffusion.png")
+    print("\nSee in runs/lessons/diffusion.png: the schedules end alike, in noise, but spend their steps at different noise levels.")
+
+
+if __name__ == "__main__":
+    main()

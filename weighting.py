@@ -54,3 +54,32 @@ def loss_weight(snr, weighting="min-snr", gamma=5.0, prediction="x0"):
     weight = WEIGHTINGS[weighting](snr, gamma) / CHANGE_OF_VARIABLE[prediction](snr)
     no_weight = (snr == 0) & ~((weight > 0) & weight.isfinite())
     return weight.masked_fill(no_weight, 1).clamp(max=torch.finfo(weight.dtype).max)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A lesson: python weighting.py
+
+def main():
+    """Print and draw the weights of every strategy along t, for the three predictions."""
+    from diffusion import Diffusion
+    from sample import line_chart, save_picture
+
+    snr, shown, panels = Diffusion("cosine").snr, (0, 100, 200, 300, 500, 700, 900, 999), []
+    for prediction in CHANGE_OF_VARIABLE:
+        print(f"weight on the squared error of {prediction}, gamma = 5 (p2 and max-snr: 1), cosine schedule")
+        print("timestep     " + "".join(f"{t:>10d}" for t in shown))
+        print("SNR          " + "".join(f"{snr[t]:10.3g}" for t in shown))
+        lines = {}
+        for name in WEIGHTINGS:
+            weight = loss_weight(snr, name, 1.0 if name in ("p2", "max-snr") else 5.0, prediction)
+            print(f"{name:13s}" + "".join(f"{weight[t]:10.3g}" for t in shown))
+            lines[name] = range(len(snr)), weight
+        panels.append({"title": f"weight on {prediction}", "x": "timestep t", "log_y": True, "lines": lines})
+        print()
+    save_picture(line_chart(panels), "runs/lessons/weighting.png")
+    print("See in runs/lessons/weighting.png: snr and constant differ by ten powers of ten across t, so each of them trains some")
+    print("timesteps and starves others; min-snr follows snr where noise is strong and is capped where it is weak.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,665 @@
+"""From a trained model to pictures: samplers, grids, bulk output.
+
+    python sample.py runs/digits                                        # samples.png, a row for each class
+    python sample.py runs/digits --labels 3,7 --guidance 2 --out sevens.png
+    python sample.py runs/digits --count 50000 --out samples.npz        # killed? the same command goes on
+    torchrun --standalone --nproc_per_node=8 sample.py RUN --count 50000 --out samples.npz
+
+The samplers follow Karras et al. 2022, "Elucidating the Design Space of Diffusion-Based Generative Models"
+(arXiv 2206.00364): x = x_0 + sigma * noise, and the ODE dx/dsigma = (x - D(x; sigma)) / sigma is followed from pure noise
+down to sigma = 0. D is diffusion.Denoiser.
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image, ImageDraw, ImageFont
+
+import unet
+import uvit
+from diffusion import Denoiser, Diffusion, random_stream
+
+BACKBONES = {"UNet": unet.UNet, "UViT": uvit.UViT, "ViT": uvit.ViT}
+LATENT_SCALE = 0.18215      # Rombach et al. 2022: what latents are multiplied with before training, so that their std is 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samplers. A step goes from noise level s down to s_next and returns the new x and the denoised x_0 it used.
+# `last` is (sigma, x_0) of the step before, None at first: what a multistep method remembers.
+
+def euler_step(denoise, x, s, s_next, last):
+    """First order, the same as DDIM (Song et al. 2021).   Karras et al. 2022, Algorithm 1, lines 4 and 5."""
+    x0 = denoise(x, s)
+    return x + (s_next - s) * (x - x0) / s, x0
+
+
+def heun_step(denoise, x, s, s_next, last):
+    """Second order: the mean of the slopes at both ends.   Karras et al. 2022, Algorithm 1."""
+    x_euler, x0 = euler_step(denoise, x, s, s_next, last)
+    if s_next == 0:                                         # there is no slope at 0
+        return x_euler, x0
+    slope, slope_next = (x - x0) / s, (x_euler - denoise(x_euler, s_next)) / s_next
+    return x + (s_next - s) * (slope + slope_next) / 2, x0
+
+
+def dpmpp_2m_step(denoise, x, s, s_next, last):
+    """Second order with one model call, from the step before.   Lu et al. 2022, DPM-Solver++ (arXiv 2211.01095), Alg. 2."""
+    x0 = denoise(x, s)
+    if s_next == 0:
+        return x0, x0
+    h, extrapolated = math.log(s / s_next), x0              # a step in lambda = -log sigma
+    if last is not None:
+        r = math.log(last[0] / s) / h
+        extrapolated = x0 + (x0 - last[1]) / (2 * r)
+    return s_next / s * x - math.expm1(-h) * extrapolated, x0
+
+
+# To try a new sampler, add a line.
+SOLVERS = {"heun": heun_step, "euler": euler_step, "dpm++2m": dpmpp_2m_step}
+
+
+def karras_sigmas(steps, sigma_min, sigma_max, rho=7.0):
+    """Noise levels from sigma_max down to sigma_min, then 0.   -> (steps + 1,) float64   Karras et al. 2022, Eq. 5"""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    i = torch.arange(steps, dtype=torch.float64) / max(steps - 1, 1)
+    sigmas = (sigma_max ** (1 / rho) + i * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
+    return torch.cat([sigmas, sigmas.new_zeros(1)])
+
+
+@torch.inference_mode()
+def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval=None, solver="heun", rho=7.0, churn=0.0,
+         churn_range=(0.0, math.inf), churn_scale=1.0, churn_noise=torch.randn_like, on_step=None):
+    """Sample x_0 from noise.   Karras et al. 2022, Algorithm 1, and with churn > 0 Algorithm 2.
+
+    denoiser: diffusion.Denoiser, or what has its methods   noise: (B, C, H, W), unit normal   labels: (B,) or None
+    steps: N noise levels in [0.002, 80], or what the schedule reaches of it, each rounded to the schedule's grid; heun
+        calls the model 2N - 1 times, euler and dpm++2m N times
+    guidance, guidance_interval: see Denoiser
+    churn, churn_range, churn_scale: S_churn, (S_min, S_max), S_noise of the paper; churn_noise: x -> unit normal like x
+    on_step(i, sigma, x0): called after each step
+    Returns x_0, (B, C, H, W) float64 (float32 on devices without float64).   ValueError: unknown solver, steps below 1.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
+    if churn and solver == "dpm++2m":
+        raise ValueError("churn needs a solver without memory, heun or euler: dpm++2m extrapolates from the step before")
+    sigmas = karras_sigmas(steps, max(0.002, denoiser.sigma_min), min(80.0, denoiser.sigma_max), rho)
+    sigmas = torch.cat([denoiser.round_sigma(sigmas[:-1]), sigmas[-1:]]).tolist()
+
+    def denoise(x, sigma):
+        return denoiser(x, sigma, labels, guidance, guidance_interval)
+
+    x, last = noise.to(torch.float32 if noise.device.type == "mps" else torch.float64) * sigmas[0], None
+    for i, (s, s_next) in enumerate(zip(sigmas[:-1], sigmas[1:])):
+        if churn and churn_range[0] <= s <= churn_range[1]:
+            s_hat = float(denoiser.round_sigma(s * (1 + min(churn / steps, math.sqrt(2) - 1))))
+            x = x + math.sqrt(s_hat**2 - s**2) * churn_scale * churn_noise(x)
+            s = s_hat
+        if s == s_next:                                     # two levels that round to the same grid point
+            continue
+        x, x0 = SOLVERS[solver](denoise, x, s, s_next, last)
+        last = s, x0
+        if on_step:
+            on_step(i, s, x0)
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+def load_checkpoint(path):
+    """The checkpoint of a run folder, or a checkpoint file, as the dict that train.py saved.   ValueError: says what is wrong."""
+    path = Path(path)
+    file = path / "checkpoint.pt" if path.is_dir() else path
+    if not file.exists():
+        raise ValueError(f"{file} does not exist: give a run folder of train.py or a checkpoint file")
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:                              # torn, foreign or unsafe files fail in many ways
+        raise ValueError(f"{file} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from None
+    if not isinstance(checkpoint, dict) or not {"model", "ema", "optimizer", "step", "config"} <= checkpoint.keys():
+        raise ValueError(f"{file} is no checkpoint of train.py; published weights are read with --weights FILE --preset NAME")
+    return checkpoint
+
+
+def build_model(config):
+    """A model from config["model"]: the class name under "class", and its arguments.   ValueError: they do not fit."""
+    arguments = dict(config)
+    return BACKBONES[arguments.pop("class")](**arguments)
+
+
+def load_model(path, raw=False):
+    """A trained model in eval mode, with its EMA weights, or with raw=True those of the last step.
+
+    path: run folder or checkpoint file   -> (model, Diffusion, config dict)   ValueError: no checkpoint, or one that does not fit
+    """
+    checkpoint = load_checkpoint(path)
+    config = checkpoint["config"]
+    model = build_model(config["model"])
+    try:
+        model.load_state_dict(checkpoint["model" if raw else "ema"])
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds weights of another architecture: {' '.join(str(error).split())[:300]}") from None
+    return model.eval(), Diffusion(**config["diffusion"]), {**config, "step": checkpoint["step"]}
+
+
+def read_weights(file):
+    """A published file of weights.   -> {name: tensor}   ValueError: missing, or not safely readable as that"""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ValueError(f"--weights {file} does not exist") from None
+    except Exception as error:                              # torn, foreign or unsafe files fail in many ways
+        raise ValueError(f"--weights {file} cannot be read safely as a dict of tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(f"--weights {file} is not a dict of tensors as published models are")
+    return state
+
+
+def fill_published(model, state, attention_order):
+    """Fill a model from published weights, whatever its class.   ValueError: names what does not fit"""
+    if isinstance(model, unet.UNet):
+        unet.load_published(model, state, attention_order)
+    else:
+        uvit.load_published(model, state)
+
+
+def adapt_config(config, state):
+    """Take from published weights what a preset leaves open.   -> config for build_model
+
+    The numbers of channels (learned variances double the output) and of label rows: ImageNet's 1000, or 1001 with "no label".
+    """
+    config = dict(config)
+    for name in "input_blocks.0.0.weight", "patch_embed.proj.weight":
+        if name in state:
+            config["in_channels"] = state[name].shape[1]
+    for name, pixels in ("out.2.weight", 1), ("linear_projection.weight", config.get("patch", 1) ** 2):
+        if name in state:
+            config["out_channels"] = len(state[name]) // pixels
+    for name in "label_emb.weight", "class_embedding.weight":
+        if name in state:
+            rows = len(state[name])
+            config["num_classes"], config["null_label"] = (1000, True) if rows == 1001 else (rows, False)
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices and precision, for train.py too
+
+def pick_device(name):
+    """auto, cpu, cuda or mps -> torch.device; each process of torchrun takes the GPU of its local rank.   ValueError: not there"""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available() or name == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"--device {name} is not available on this machine; --device auto takes what there is")
+    if name != "cuda":
+        return torch.device(name)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def join_processes(device):
+    """Meet the other processes of torchrun.   -> (rank, number of processes)   ValueError: half a torchrun environment"""
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if processes > 1 and not {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError(f"WORLD_SIZE is {processes} but RANK or MASTER_ADDR is not set: start several processes with torchrun")
+    if processes > 1:                                       # decoding a large data set lets the others wait for long
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))
+    return rank, processes
+
+
+def pick_precision(name, device):
+    """auto, fp32, bf16 or fp16 -> the dtype of matrix products, float32 meaning no autocast.   ValueError: not on this device
+
+    auto: bfloat16 where the hardware multiplies it natively; elsewhere it is emulated, up to hundreds of times slower.
+    """
+    if name == "auto" and device.type == "cuda":
+        name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    elif name == "auto":
+        has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+        name = "bf16" if has.get("amx_bf16") or has.get("avx512_bf16") or has.get("bf16") else "fp32"
+    if name == "fp16" and device.type == "cpu":
+        raise ValueError("--precision fp16 needs a GPU; on a CPU take fp32, bf16 or auto")
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def autocast(device, dtype):
+    """The context in which a model runs with products of that precision."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images: image k depends on (seed, k) and its label alone, whatever the batch and however many processes there are
+
+def generate(denoiser, shape, seed, indices, labels=None, device="cpu", **options):
+    """Sample the images with these indices.   shape: (C, H, W), labels: (B,) or None, options: see heun   -> (B, C, H, W)"""
+    streams = [random_stream(seed, "sample", k) for k in indices]
+
+    def unit_normal(x=None):                                # each image draws on from its own stream
+        return torch.from_numpy(np.stack([s.standard_normal(shape, dtype=np.float32) for s in streams])).to(device)
+
+    labels = None if labels is None else torch.as_tensor(labels, device=device)
+    return heun(denoiser, unit_normal(), labels, churn_noise=unit_normal, **options)
+
+
+def to_uint8(x):
+    """Images (B, C, H, W) in [-1, 1] -> uint8 array (B, H, W, C).   ValueError: nan or infinity, which would become black"""
+    if not x.isfinite().all():
+        raise ValueError("the images hold nan or infinity: the model has diverged, or it overflows at this --precision")
+    return ((x.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+def save_picture(picture, path):
+    """Write a PIL image, through a temporary name, so that a reader never sees half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    picture.save(temporary, format="PNG")
+    os.replace(temporary, path)
+
+
+def image_grid(images, columns, gap=2):
+    """Images (N, H, W, C) uint8, row by row -> one PIL image on a white ground; small images are shown larger."""
+    zoom = max(1, 64 // images.shape[1])
+    images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
+    count, height, width, channels = images.shape
+    rows = -(-count // columns)
+    sheet = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, np.uint8)
+    for k, image in enumerate(images):
+        y, x = gap + k // columns * (height + gap), gap + k % columns * (width + gap)
+        sheet[y:y + height, x:x + width] = image
+    return Image.fromarray(sheet.squeeze(2) if channels == 1 else sheet)
+
+
+def titled(picture, title, row_names=()):
+    """A picture with a title above it and names to the left of its rows."""
+    font, top = ImageFont.load_default(13), 22 if title else 0
+    left = max([int(font.getlength(name)) + 12 for name in row_names], default=0)
+    sheet = Image.new("RGB", (max(left + picture.width, int(font.getlength(title)) + 12), top + picture.height), "white")
+    sheet.paste(picture, (left, top))
+    draw = ImageDraw.Draw(sheet)
+    draw.text((6, 3), title, "black", font)
+    for row, name in enumerate(row_names):
+        draw.text((left - 6, top + (row + 0.5) * picture.height / len(row_names)), name, "black", font, anchor="rm")
+    return sheet
+
+
+def label_grid(images, labels, classes, title=""):
+    """One row a class, in the order of the labels, with the class names beside them.   images (N, H, W, C), labels (N,)"""
+    present = sorted(set(labels))
+    rows = [images[np.flatnonzero(np.equal(labels, label))] for label in present]
+    columns = max(map(len, rows))
+    blank = np.full_like(images[:1], 255)
+    padded = np.concatenate([np.concatenate([row, np.repeat(blank, columns - len(row), 0)]) for row in rows])
+    names = [classes[label] if label < len(classes) else "no label" for label in present]
+    return titled(image_grid(padded, columns), title, names)
+
+
+def side_by_side(pictures, columns=2):
+    """Pictures in a table with so many columns, each cell as large as the largest of them."""
+    width, height = (max(picture.size[axis] for picture in pictures) for axis in (0, 1))
+    sheet = Image.new("RGB", (width * columns, height * -(-len(pictures) // columns)), "white")
+    for k, picture in enumerate(pictures):
+        sheet.paste(picture, (k % columns * width, k // columns * height))
+    return sheet
+
+
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
+
+
+def line_chart(panels, width=460, height=300):
+    """Line plots side by side.   panels: a list of dicts -> PIL image
+
+    Each panel: title, x (axis name), lines {name: (xs, ys)}, and optionally log_x, log_y. Points that are not finite, or
+    not positive on a logarithmic axis, are left out.
+    """
+    return side_by_side([draw_panel(panel, width, height) for panel in panels], columns=min(len(panels), 3))
+
+
+def draw_panel(panel, width, height):
+    """One plot of line_chart: axes with ticks, lines, and a legend."""
+    picture, font = Image.new("RGB", (width, height), "white"), ImageFont.load_default(11)
+    draw = ImageDraw.Draw(picture)
+    left, right, top, bottom = 58, width - 12, 26, height - 40
+    draw.text((left, 6), panel["title"], "black", ImageFont.load_default(13))
+    draw.text(((left + right) / 2, height - 4), panel["x"], "black", font, anchor="mb")
+    draw.rectangle((left, top, right, bottom), outline="#888888")
+    logs = panel.get("log_x", False), panel.get("log_y", False)
+    lines = {name: keep_drawable(*line, *logs) for name, line in panel["lines"].items()}
+    xs, ys = (np.concatenate([line[axis] for line in lines.values()] or [[]]) for axis in (0, 1))
+    if not len(xs):
+        return picture
+    (x_low, x_high, x_ticks), (y_low, y_high, y_ticks) = axis_range(xs, logs[0]), axis_range(ys, logs[1])
+
+    def place(x, y):
+        return left + (x - x_low) / (x_high - x_low) * (right - left), bottom - (y - y_low) / (y_high - y_low) * (bottom - top)
+
+    for value, name in x_ticks:
+        x, _ = place(value, y_low)
+        draw.line((x, top, x, bottom), "#e8e8e8")
+        draw.text((x, bottom + 4), name, "black", font, anchor="mt")
+    for value, name in y_ticks:
+        _, y = place(x_low, value)
+        draw.line((left, y, right, y), "#e8e8e8")
+        draw.text((left - 5, y), name, "black", font, anchor="rm")
+    for k, (name, (xs, ys)) in enumerate(lines.items()):
+        colour = COLOURS[k % len(COLOURS)]
+        points = [place(x, y) for x, y in zip(xs, ys)]
+        draw.line(points, colour, 2)
+        if len(points) < 20:
+            for x, y in points:
+                draw.ellipse((x - 2, y - 2, x + 2, y + 2), colour)
+        draw.text((right - 6, top + 6 + 13 * k), name, colour, font, anchor="rt")
+    return picture
+
+
+def keep_drawable(xs, ys, log_x, log_y):
+    """The finite points of a line, logarithms taken where the axis is logarithmic."""
+    xs, ys = np.asarray(xs, float), np.asarray(ys, float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        xs, ys = np.log10(xs) if log_x else xs, np.log10(ys) if log_y else ys
+    keep = np.isfinite(xs) & np.isfinite(ys)
+    return xs[keep], ys[keep]
+
+
+def axis_range(values, log):
+    """(low, high, ticks) for an axis that shows these values; ticks are (place, name). Logarithms come as exponents of 10."""
+    low, high = values.min(), values.max()
+    if high - low < 1e-9 * max(1, abs(high)):
+        low, high = low - 0.5, high + 0.5
+    if log and high - low > 1.5:
+        step = max(1, round((high - low) / 5))
+        ticks = [(e, f"{10.0 ** e:g}") for e in range(math.ceil(low), math.floor(high) + 1, step)]
+    else:
+        rough = (high - low) / 5
+        step = min((m * 10 ** math.floor(math.log10(rough)) for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
+        ticks = [(v, f"{10 ** v if log else v:.4g}") for v in np.arange(math.ceil(low / step) * step, high + step / 1e6, step)]
+    margin = 0.03 * (high - low)
+    return low - margin, high + margin, ticks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output that survives a kill: finished images are kept, and the same command goes on with the rest
+
+class FolderStore:
+    """A folder with 000000.png, 000001.png ... and labels.csv, which says label, class and seed of each."""
+
+    def __init__(self, out, count, shape, settings):
+        self.out, self.count, self.settings = Path(out), count, settings
+
+    def create(self):
+        self.out.mkdir(parents=True, exist_ok=True)
+        keep_settings(self.out / "settings.json", {k: v for k, v in self.settings.items() if k != "count"})
+        with open(self.out / "labels.csv", "w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["file", "label", "class", "seed"])
+            for k in range(self.count):
+                label = self.settings["labels"][k % len(self.settings["labels"])] if self.settings["labels"] else ""
+                name = self.settings["classes"][label] if label != "" and label < len(self.settings["classes"]) else ""
+                rows.writerow([f"{k:06d}.png", label, name, self.settings["seed"]])
+
+    def open(self):
+        return np.array([(self.out / f"{k:06d}.png").exists() for k in range(self.count)], bool)
+
+    def write(self, indices, images):
+        for k, image in zip(indices, images):
+            save_picture(Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image), self.out / f"{k:06d}.png")
+
+    def finish(self):
+        return f"{self.count} images in {self.out}{os.sep}, their labels in labels.csv"
+
+
+class ArrayStore:
+    """One .npz in the layout of ADM's evaluation suite, or one .png grid; until it is complete, OUT.partial holds the images."""
+
+    def __init__(self, out, count, shape, settings):
+        self.out, self.count, self.shape, self.settings = Path(out), count, shape, settings
+        self.partial = Path(f"{out}.partial")
+
+    def create(self):
+        self.partial.mkdir(parents=True, exist_ok=True)
+        keep_settings(self.partial / "settings.json", self.settings)
+        dtype = np.float32 if self.settings["latents"] else np.uint8
+        for name, dtype, shape in ("images", dtype, (self.count, *self.shape)), ("done", np.bool_, (self.count,)):
+            if not (self.partial / f"{name}.npy").exists():
+                np.lib.format.open_memmap(self.partial / f"{name}.new.npy", "w+", dtype, shape).flush()
+                os.replace(self.partial / f"{name}.new.npy", self.partial / f"{name}.npy")
+
+    def open(self):
+        self.images = np.load(self.partial / "images.npy", mmap_mode="r+")
+        self.done = np.load(self.partial / "done.npy", mmap_mode="r+")
+        return np.array(self.done)
+
+    def write(self, indices, images):
+        self.images[indices] = images
+        self.done[indices] = True                           # only after the images themselves
+
+    def finish(self):
+        settings, labels = self.settings, self.settings["labels"]
+        labels = np.resize(np.array(labels, np.int64), self.count) if labels else None
+        if self.out.suffix == ".npz":
+            temporary = self.partial / "complete.npz"
+            np.savez(temporary, arr_0=self.images, **({} if labels is None else {"arr_1": labels}))
+            os.replace(temporary, self.out)
+        elif labels is None:
+            save_picture(image_grid(self.images, math.ceil(math.sqrt(self.count))), self.out)
+        else:
+            save_picture(label_grid(self.images, labels, settings["classes"]), self.out)
+        for file in self.partial.iterdir():
+            file.unlink()
+        self.partial.rmdir()
+        return str(self.out)
+
+
+def keep_settings(file, settings):
+    """Write the settings beside unfinished images; refuse to mix them with images made with others."""
+    if not file.exists():
+        file.write_text(json.dumps(settings))
+    found = json.loads(file.read_text())
+    different = sorted(key for key in settings if found.get(key) != settings[key])
+    if different:
+        raise ValueError(f"{file.parent} holds images made with other settings ({', '.join(different)}): choose another --out, "
+                         f"or delete it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit status 2."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse_args(argv=None):
+    p = Parser(description="Draw images with a trained model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("run", nargs="?", help="run folder of train.py, or a checkpoint file")
+    p.add_argument("--out", help="grid.png, samples.npz or folder/ (default: sampled.png in the run folder)")
+    p.add_argument("--count", type=int, default=64, help="number of images")
+    p.add_argument("--batch-size", type=int, default=64, help="images drawn at once by each process")
+    p.add_argument("--seed", type=int, default=0, help="image k depends on the seed and k alone")
+    p.add_argument("--labels", help="class names or numbers separated by commas, taken in turn; 'none' for no label "
+                                    "(default: all classes in turn)")
+    p.add_argument("--solver", choices=SOLVERS, default="heun", help="how the ODE is followed")
+    p.add_argument("--steps", type=int, default=18, help="noise levels; heun calls the model twice for each but the last")
+    p.add_argument("--churn", type=float, default=0.0, help="S_churn of Karras et al. 2022, 0 = deterministic")
+    p.add_argument("--guidance", type=float, default=1.0, help="s in D_none + s (D_label - D_none), 1 = off")
+    p.add_argument("--guidance-interval", type=int, nargs=2, metavar=("FIRST", "LAST"), help="timesteps that are guided, 0 = cleanest")
+    p.add_argument("--raw", action="store_true", help="the weights of the last step instead of their moving average (EMA)")
+    p.add_argument("--weights", metavar="FILE", help="published weights, with --preset instead of a run")
+    p.add_argument("--preset", help="the setting of train.py that describes --weights")
+    p.add_argument("--attention-order", choices=("new", "legacy"), default="new", help="qkv layout of --weights from guided-diffusion")
+    p.add_argument("--decoder", metavar="FILE", help="TorchScript module from latents to images in [-1, 1]")
+    p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
+    p.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="precision of products")
+    return p, p.parse_args(argv)
+
+
+def load_source(args):
+    """The model that the command line names.   -> (model, Diffusion, config)"""
+    if args.weights is None and args.run is None:
+        raise ValueError("give a run folder or checkpoint, or --weights FILE with --preset NAME")
+    if args.weights is None:
+        return load_model(args.run, args.raw)
+    from train import PRESETS, model_config, preset_args    # train.py imports this file
+
+    if args.run is not None or args.preset is None or args.raw:
+        raise ValueError("--weights goes with --preset NAME and without a run or --raw")
+    if args.preset not in PRESETS:
+        raise ValueError(f"--preset {args.preset!r} is not one of {', '.join(PRESETS)}")
+    flags, state = preset_args(args.preset), read_weights(args.weights)
+    model = build_model(adapt_config(model_config(flags, (3, *flags.size), None), state))
+    fill_published(model, state, args.attention_order)
+    classes = [str(k) for k in range(model.num_classes or 0)]
+    data = {"shape": (model.in_channels, *flags.size), "classes": classes, "latents": model.in_channels == 4}
+    return model.eval(), Diffusion(flags.schedule, flags.prediction), {"data": data, "step": 0}
+
+
+def pick_labels(args, model, classes):
+    """The labels that images take in turn; row K of the table, len(classes), means no label.   -> list of int, empty for none"""
+    if model.num_classes is None and args.labels not in (None, "none"):
+        raise ValueError("--labels: this model was trained without labels")
+    if model.num_classes is None:
+        return []
+    if args.labels == "none" and not model.null_label:
+        raise ValueError("--labels none: this model never learned to do without labels (train with --label-dropout)")
+    if args.labels == "none":
+        return [model.num_classes]
+    names = list(classes) if args.labels is None else [name.strip() for name in args.labels.split(",")]
+    numbers = [classes.index(name) if name in classes else int(name) if name.isdecimal() else -1 for name in names]
+    for name, number in zip(names, numbers):
+        if not 0 <= number < model.num_classes:
+            known = ", ".join(classes[:12]) + (" ..." if len(classes) > 12 else "")
+            raise ValueError(f"--labels {name!r} is neither a number below {model.num_classes} nor one of {known}")
+    return numbers
+
+
+def check_numbers(args, model, diffusion):
+    """One line for each number that makes no sense."""
+    for flag in "count", "batch_size", "steps":
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
+    if args.seed < 0 or not 0 <= args.churn < math.inf or not math.isfinite(args.guidance):
+        raise ValueError("--seed and --churn must not be negative, and --guidance must be a finite number")
+    if args.steps > diffusion.timesteps:
+        raise ValueError(f"--steps {args.steps} is more than the {diffusion.timesteps} timesteps that the model knows")
+    if args.guidance != 1 and (model.num_classes is None or not model.null_label or args.labels == "none"):
+        raise ValueError(f"--guidance {args.guidance:g} needs labels and a class-conditional model that was trained with "
+                         f"--label-dropout; 1 turns it off")
+    if args.churn and args.solver == "dpm++2m":
+        raise ValueError("--churn goes with --solver heun or euler; dpm++2m remembers the step before")
+
+
+class Decoder:
+    """From what the model draws to what is kept: uint8 images, latents as they are, or latents decoded to images."""
+
+    def __init__(self, file, latents, device):
+        if file and not latents:
+            raise ValueError("--decoder is for models of latents, and this one draws images")
+        try:
+            self.network = torch.jit.load(file, map_location=device).eval() if file else None
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"--decoder {file} cannot be read as TorchScript: {str(error).splitlines()[0]}") from None
+        self.keep_latents, self.device = latents and not file, device
+
+    @torch.inference_mode()
+    def __call__(self, x):
+        if self.keep_latents:
+            return x.float().cpu().numpy()
+        return to_uint8(self.network(x.float().to(self.device) / LATENT_SCALE) if self.network else x)
+
+
+def draw_images(args, config, model, diffusion, device, labels, rank, processes):
+    """Draw what is still missing of the images and write each batch at once.   -> a line that says where they are"""
+    denoiser, dtype = Denoiser(model.to(device), diffusion), pick_precision(args.precision, device)
+    data = config["data"]
+    decode = Decoder(args.decoder, data["latents"], device)
+    if decode.keep_latents and not args.out.endswith(".npz"):
+        raise ValueError(f"--out {args.out}: this model draws latents; take an .npz file, or --decoder FILE to see pictures")
+    settings = {"source": str(args.run or args.weights), "step": config["step"], "precision": str(dtype), "labels": labels,
+                "classes": data["classes"], "latents": decode.keep_latents}
+    settings |= {name: getattr(args, name) for name in ("count", "seed", "steps", "solver", "churn", "guidance",
+                                                        "guidance_interval", "raw", "decoder")}
+    shape = decode(torch.zeros(1, *data["shape"])).shape[1:]
+    store = (ArrayStore if args.out.endswith((".png", ".npz")) else FolderStore)(args.out, args.count, shape, settings)
+    if rank == 0:
+        store.create()
+    if processes > 1:
+        dist.barrier()
+    todo = np.flatnonzero(~store.open())
+    batches = np.split(todo, range(args.batch_size, len(todo), args.batch_size))[rank::processes]
+    started, finished, mine = time.time(), 0, sum(map(len, batches))
+    for batch in batches:
+        def show(i, sigma, x0):
+            done = finished + len(batch) * (i + 1) / args.steps
+            progress(f"{args.count - (mine - finished) * processes} of {args.count} images, step {i + 1} of {args.steps}, "
+                     f"{(time.time() - started) * (mine - done) / done:.0f} s left", rank)
+
+        chosen = [labels[k % len(labels)] for k in batch] if labels else None
+        with autocast(device, dtype):
+            images = generate(denoiser, data["shape"], args.seed, batch.tolist(), chosen, device, steps=args.steps,
+                              solver=args.solver, churn=args.churn, guidance=args.guidance,
+                              guidance_interval=args.guidance_interval, on_step=show)
+        store.write(batch, decode(images))
+        finished += len(batch)
+    if processes > 1:
+        dist.barrier()
+    seconds = time.time() - started
+    return f"{store.finish()}  ({mine * processes} images in {seconds:.1f} s, {mine * processes / seconds:.1f} a second)" if rank == 0 else ""
+
+
+def progress(line, rank=0):
+    """A line that is overwritten by the next one on a terminal; a file gets none."""
+    if rank == 0 and sys.stdout.isatty():
+        print(f"\r\033[K{line}", end="", flush=True)
+
+
+def main():
+    parser, args = parse_args()
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        model, diffusion, config = load_source(args)
+        check_numbers(args, model, diffusion)
+        labels = pick_labels(args, model, config["data"]["classes"])
+        folder = Path(args.run if args.run and Path(args.run).is_dir() else Path(args.run or ".").parent)
+        args.out = args.out or str(folder / "sampled.png")
+        if Path(args.out).suffix not in (".png", ".npz", ""):
+            raise ValueError(f"--out {args.out} must end in .png (a grid), .npz (arrays) or / (a folder of images)")
+        device = pick_device(args.device)
+        rank, processes = join_processes(device)
+        if rank == 0:
+            weights = "published" if args.weights else "raw" if args.raw else "EMA"
+            print(f"{args.count} images of {'x'.join(map(str, config['data']['shape']))} with the {weights} weights, {args.solver}, "
+                  f"{args.steps} steps, guidance {args.guidance:g}, seed {args.seed}, on {device.type}", flush=True)
+        line = draw_images(args, config, model, diffusion, device, labels, rank, processes)
+        if rank == 0:
+            print(("\r\033[K" if sys.stdout.isatty() else "") + line)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

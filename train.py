@@ -1,0 +1,1318 @@
+"""Train a diffusion model on one machine, on a laptop or on all its GPUs.
+
+    python train.py                                             # digits, minutes on a CPU; then look at runs/digits
+    python train.py --data cifar10 --out runs/cifar             # or a folder, a zip, an .npz or .npy of images
+    python train.py --preset cifar10-uvit-s --weighting min-snr --skip-scaling ls
+    torchrun --standalone --nproc_per_node=8 train.py ...       # the same flags, the same training
+    python train.py --out runs/cifar --resume                   # goes on to the last bit as if it had not stopped
+
+In this order: one training step, the randomness of a batch, the run folder, the pictures, the data, the flags, main.
+"""
+
+import argparse
+import colorsys
+import copy
+import csv
+import hashlib
+import http.client
+import io
+import json
+import math
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import warnings
+import zipfile
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import sample
+from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream
+from scaling import MODES
+from weighting import CHANGE_OF_VARIABLE, WEIGHTINGS, loss_weight
+
+BINS = 4            # of t, for the error in the log: the loss is weighted, so that only the errors compare between runs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One training step
+
+def train_step(model, run, batches):
+    """One optimiser step on this process's micro-batches of (x0, t, noise, labels).
+
+    model: the network, wrapped where there are several processes   -> loss (), squared errors of the prediction (B,), gradient norm ()
+    Nothing here waits for the GPU, on which all three results stay.
+    """
+    total, errors = 0, []
+    for i, (x0, t, noise, labels) in enumerate(batches):
+        last = i == len(batches) - 1
+        with nullcontext() if last or run.processes == 1 else model.no_sync():      # gradients travel once a step
+            with run.autocast():
+                error = run.diffusion.error(model, x0, t, noise, labels)            # (B,)
+            loss = (run.weights[t] * error).sum() / run.share
+            run.scaler.scale(loss).backward()
+        total += loss.detach()
+        errors.append(error.detach())
+    run.scaler.unscale_(run.optimizer)                                              # clipping must see the true gradients
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.args.clip)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    return total, torch.cat(errors), norm
+
+
+def update_ema(ema, model, decay, step):
+    """Move the averaged weights toward the model's: ema = d ema + (1 - d) model, with d small at first so that a short run
+    has an average worth looking at."""
+    d = min(decay, (1 + step) / (10 + step))
+    get_ema_multi_avg_fn(d)(list(ema.parameters()), list(model.parameters()), step)
+
+
+def make_optimizer(model, args, device):
+    """AdamW. Weight decay acts on the matrices of linear layers and convolutions alone.
+
+    That is common practice (biases, norms, and tables of labels, times and positions are left alone); U-ViT and Min-SNR
+    decayed all parameters, DDPM and ADM none.
+    """
+    tables = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables and name != "position"]
+    rest = [p for p in model.parameters() if not any(p is q for q in decayed)]
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, fused=device.type in ("cpu", "cuda"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The randomness of a batch: a function of the seed, the step and a sample's place in the global batch, so that nothing
+# needs to be remembered to resume, and any number of processes and any micro-batch see the same samples
+
+@lru_cache(maxsize=2)
+def shuffled(seed, epoch, count):
+    """The order in which an epoch visits the images.   -> (count,) integers"""
+    return random_stream(seed, "order", epoch).permutation(count)
+
+
+def make_batch(data, args, timesteps, step, places):
+    """Samples of one step, for these places in the global batch, on the CPU.
+
+    -> images (B, H, W, C) uint8 or latents (B, C, H, W), t (B,), noise (B, C, H, W), labels (B,) or None
+    """
+    index, t, flips, drops, noise = [], [], [], [], np.empty((len(places), *data.shape), np.float32)
+    for k, place in enumerate(places):
+        epoch, position = divmod(step * args.batch_size + place, len(data.images))
+        index.append(shuffled(args.seed, epoch, len(data.images))[position])
+        stream = random_stream(args.seed, "train", step, place)
+        t.append(stream.integers(timesteps))
+        flips.append(stream.random() < 0.5)
+        drops.append(stream.random() < args.label_dropout)
+        stream.standard_normal(out=noise[k], dtype=np.float32)
+    images = data.images[index]
+    if args.flip:
+        images[flips] = images[flips, :, ::-1]
+    labels = None
+    if data.labels is not None:
+        labels = torch.from_numpy(np.where(drops, len(data.classes), data.labels[index]))   # the last row: no label
+    return torch.from_numpy(images), torch.tensor(t), torch.from_numpy(noise), labels
+
+
+def to_device(batch, device):
+    """Move a batch and bring images into [-1, 1].   -> x0 (B, C, H, W), t (B,), noise (B, C, H, W), labels (B,) or None"""
+    if device.type == "cuda":                               # from pinned memory the copy overlaps with computing
+        batch = [None if part is None else part.pin_memory() for part in batch]
+    images, t, noise, labels = (None if part is None else part.to(device, non_blocking=True) for part in batch)
+    x0 = images.permute(0, 3, 1, 2).float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
+    return x0.contiguous(), t, noise, labels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The log. Sums since the last row stay in one tensor on the device, so that adding never waits for it; they are divided by
+# the number of steps (the errors of a bin by its number of samples) when a row is written.
+
+STEPS, LOSS, NORM, SKIPPED = range(4)
+ERRORS, COUNTS, BROKEN = (slice(4 + k * BINS, 4 + (k + 1) * BINS) for k in range(3))
+WINDOW_SIZE = 4 + 3 * BINS
+COLUMNS = ["step", "images", "loss", *(f"error_{k}" for k in range(BINS)), "grad_norm", "skipped", "lr", "images_per_s"]
+
+
+def add_to_window(window, loss, errors, norm, bins):
+    """Add one step: loss (), squared errors of x_0 (B,), gradient norm (), bins of t (B,)."""
+    finite, bad = errors.isfinite(), ~norm.isfinite()
+    first = bad & (window[SKIPPED] == 0)
+    window[:4] += torch.stack([torch.ones_like(loss), loss, norm.masked_fill(bad, 0), bad.float()])
+    window[ERRORS].index_add_(0, bins, errors.masked_fill(~finite, 0))
+    window[COUNTS].index_add_(0, bins, finite.float())
+    window[BROKEN].index_add_(0, bins, (~finite & first).float())
+
+
+def bin_name(k, timesteps=1000):
+    return f"t in [{timesteps * k // BINS}, {timesteps * (k + 1) // BINS})"
+
+
+def check_finite(run, step):
+    """Stop a run whose loss or gradient is nan or infinite.   FloatingPointError: the step, the timesteps, what is left
+
+    Once weights are lost every later step is bad too, so that counting back finds the first. With fp16 single steps may be
+    skipped: its scaler then tries a smaller scale.
+    """
+    skipped, steps = int(run.window[SKIPPED]), int(run.window[STEPS])
+    if skipped == 0 or run.scaler.is_enabled() and skipped < max(steps, 50):
+        return
+    broken = [bin_name(k) for k in range(BINS) if run.window[BROKEN][k] > 0]
+    where = f"the loss at {' and '.join(broken)}" if broken else "the gradient, while the loss was finite"
+    raise FloatingPointError(f"step {step - skipped + 1}: nan or infinity in {where}. {run.out / 'checkpoint.pt'} is the last good "
+                             f"checkpoint; a lower --lr, a smaller --clip or --precision fp32 may help")
+
+
+def take_row(run, step, images_per_s):
+    """The sums as a row of the log, {column: value}; they start again from zero."""
+    window = run.window
+    if run.processes > 1:
+        dist.all_reduce(window)
+    mean = (window[:4] / window[STEPS]).tolist()
+    errors = (window[ERRORS] / window[COUNTS]).tolist()                 # nan where a bin had no sample
+    row = dict(zip(COLUMNS, [step, step * run.args.batch_size, mean[LOSS], *errors, mean[NORM],
+                             int(window[SKIPPED]) // run.processes, learning_rate(run.args, step - 1), images_per_s]))
+    window.zero_()
+    return row
+
+
+def read_log(path):
+    """log.csv -> {column: list of floats}"""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+
+
+def cut_log(path, step):
+    """Start log.csv, or take back the rows after the checkpoint that a resumed run goes on from."""
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    kept = [line for line in lines if line.count(",") == len(COLUMNS) - 1 and int(line.split(",")[0]) <= step]
+    text = "".join(f"{line}\n" for line in [",".join(COLUMNS), *kept])
+    save_atomically(path, lambda file: file.write(text.encode()))
+
+
+def draw_curves(runs, path):
+    """Draw the curves of one run, or of several laid over each other.   runs: {name: log of read_log}"""
+    def panel(title, lines):
+        return {"title": title, "x": "training images", "lines": lines, "log_y": True}
+
+    def compared(title, column):
+        return panel(title, {name: (log["images"], log[column]) for name, log in runs.items()})
+
+    panels = [compared("weighted loss", "loss"), compared("gradient norm", "grad_norm")]
+    if len(runs) == 1:
+        log, = runs.values()
+        panels.insert(1, panel("squared error of x_0", {bin_name(k): (log["images"], log[f"error_{k}"]) for k in range(BINS)}))
+    else:
+        panels += [compared(f"squared error of x_0, {bin_name(k)}", f"error_{k}") for k in range(BINS)]
+    sample.save_picture(sample.line_chart(panels), path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder
+
+PARTS = ("model", "ema", "optimizer", "scaler")     # what a checkpoint holds of a run, beside its step, config and window
+
+
+def save_atomically(path, write):
+    """Call write(file) on a temporary file, then rename it: a kill or a full disk never harms the file that is there."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:                # torch reports a full disk as a RuntimeError
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written ({str(error).splitlines()[0]}); the one before is untouched") from None
+
+
+def save_checkpoint(run, step):
+    """Write everything that a run needs to go on. All processes must call this."""
+    window = run.window.clone()
+    if run.processes > 1:
+        dist.all_reduce(window)
+    if run.rank == 0:
+        state = {name: getattr(run, name).state_dict() for name in PARTS}
+        state |= {"step": step, "config": run.config, "window": window}
+        save_atomically(run.out / "checkpoint.pt", lambda file: torch.save(state, file))
+
+
+def draw_samples(run, step):
+    """A grid from the averaged weights beside one from the last step's, from the same noise every time."""
+    data, count, labels, grids = run.data, 40, None, []
+    if data.labels is not None:                             # four of each class, of at most ten
+        labels = [k % min(len(data.classes), 10) for k in range(count)]
+    for title, model in ("EMA weights", run.ema), ("last weights", run.model):
+        model.eval()
+        with run.autocast():
+            x0 = sample.generate(Denoiser(model, run.diffusion), data.shape, run.args.seed, range(count), labels, run.device)
+        images = sample.to_uint8(x0[:, :3] / 3 if data.latents else x0)                 # of latents, three channels as colours
+        title = f"step {step}, {title}"
+        if labels is None:
+            grids.append(sample.titled(sample.image_grid(images, 8), title))
+        else:
+            grids.append(sample.label_grid(images, labels, data.classes, title))
+    run.model.train()
+    sample.save_picture(sample.side_by_side(grids), run.out / "samples" / f"step_{step:07d}.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The data: everything becomes one memory-mapped array, decoded once and kept under --cache
+
+EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}
+FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF"]     # whatever a file is called, Pillow tries no other
+CACHE_VERSION = 1                   # to be raised whenever the same files would give other pixels
+STALE = 3600                        # seconds without a write after which an unfinished cache is a killed run's
+CHUNK = 16                          # pictures that one thread decodes at a time
+MAX_CLASSES = 100_000
+DIGIT_COUNT = 20_000
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+CIFAR10_MD5 = {"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+               "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"}
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@dataclass
+class Data:
+    """What a run trains on.
+
+    images: (N, H, W, C) uint8, or latents (N, C, H, W) float16 or float32; memory-mapped
+    labels: (N,) int64 in [0, len(classes)), or None;   classes: their names, None exactly when labels is
+    """
+    images: np.ndarray
+    labels: np.ndarray | None
+    classes: list[str] | None
+
+    @property
+    def latents(self):
+        return self.images.dtype.kind == "f"
+
+    @property
+    def shape(self):
+        """(C, H, W) of one training tensor."""
+        return self.images.shape[1:] if self.latents else (self.images.shape[3], *self.images.shape[1:3])
+
+
+@dataclass
+class Pictures:
+    """Before decoding: open(i) -> PIL image i; names[i]: what errors call it; labels and classes as in Data."""
+    names: list[str] | range
+    open: Callable
+    labels: np.ndarray | None
+    classes: list[str] | None
+
+
+# -- one picture
+
+# EXIF orientation (tag 0x112) -> what sets the picture upright
+TURNS = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+         5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+         8: Image.Transpose.ROTATE_90}
+
+
+def upright_turn(image):
+    try:
+        return TURNS.get(image.getexif().get(0x112))
+    except Exception:               # a broken EXIF block, in whichever way, says nothing against the pixels
+        return None
+
+
+def to_rgb(image):
+    """Any PIL image -> RGB: alpha over white, 16 bits scaled to 8, floats taken as [0, 1], or [0, 255] if any is above 1."""
+    if image.mode.startswith("I"):  # Pillow's own conversion would clip 16 bits at 255 instead of scaling
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        values = np.asarray(image)
+        if not np.isfinite(values).all():
+            raise ValueError("holds values that are not finite")
+        scaled = values * 255 if values.max() <= 1 else values
+        image = Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def centre_crop(image, width, height):
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def fit(image, height, width):
+    """Shrink or enlarge until the picture just covers (height, width), never squeezing it; then centre crop.
+
+    Box halving keeps bicubic from aliasing and costs little: Dhariwal & Nichol 2021, released code."""
+    while image.width >= 2 * width and image.height >= 2 * height:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = max(width / image.width, height / image.height)
+    covering = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    return centre_crop(image.resize(covering, Image.Resampling.BICUBIC), width, height)
+
+
+def decode(image, args):
+    """PIL image -> (H, W, C) uint8 pixels of --size, C = 1 with --gray, else 3; and notes of what that took.
+    Raises whatever Pillow raises on a damaged file."""
+    notes = []
+    mode, turn = "L" if args.gray else "RGB", upright_turn(image)
+    if image.mode != mode:
+        notes.append(f"converted from {image.mode}")
+    image = to_rgb(image).convert(mode)
+    if turn is not None:
+        notes.append("turned")
+        image = image.transpose(turn)
+    if args.crop:
+        image = centre_crop(image, min(args.crop, image.width), min(args.crop, image.height))
+    height, width = args.size
+    if image.width < width or image.height < height:
+        notes.append("enlarged")
+    return np.asarray(fit(image, height, width)).reshape(height, width, -1), notes
+
+
+# -- all pictures, once: the cache
+
+def decode_chunk(pictures, indices, args):
+    """-> for each index (pixels, notes), or (None, reason) where the picture is damaged."""
+    results = []
+    for i in indices:
+        try:
+            with pictures.open(i) as image:
+                results.append(decode(image, args))
+        except UnidentifiedImageError:
+            results.append((None, "not an image"))
+        except Exception as error:  # decoders meet broken bytes with errors of a dozen kinds, OSError to zlib.error
+            results.append((None, (str(error) or type(error).__name__).splitlines()[0]))
+    return results
+
+
+def decode_all(pictures, args):
+    """Yield decode_chunk's results in order. Only a few chunks are in flight: memory does not grow with the data."""
+    workers, count = os.cpu_count() or 1, len(pictures.names)
+    waiting = deque()
+    with ThreadPoolExecutor(workers) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore")             # remarks on odd metadata, without the file's name
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        for start in range(0, count, CHUNK):
+            waiting.append(pool.submit(decode_chunk, pictures, range(start, min(start + CHUNK, count)), args))
+            if len(waiting) > 2 * workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def write_npy_header(file, shape):
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    file.seek(0)
+    np.lib.format.write_array_header_1_0(file, header)
+
+
+def write_images(folder, pictures, args, say):
+    """Decode all into folder: images.npy, labels.npy (if labelled) and report.json. Damaged ones are left out."""
+    count, (height, width), channels = len(pictures.names), args.size, 1 if args.gray else 3
+    good, damaged, notes, start = np.ones(count, bool), [], Counter(), time.monotonic()
+    said = start
+    with open(folder / "images.npy", "wb") as file:
+        write_npy_header(file, (count, height, width, channels))
+        for i, (pixels, remarks) in enumerate(decode_all(pictures, args)):
+            if pixels is None:
+                good[i] = False
+                damaged.append([str(pictures.names[i]), remarks])
+            else:
+                file.write(pixels.tobytes())
+                notes.update(remarks)
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                say(f"decoded {i + 1:,} of {count:,} images, {(i + 1) / (said - start):,.0f} a second")
+        write_npy_header(file, (int(good.sum()), height, width, channels))      # numpy pads headers: as long as before
+        file.flush()
+        os.fsync(file.fileno())
+    if pictures.labels is not None:
+        np.save(folder / "labels.npy", pictures.labels[good])
+    report = {"found": count, "shape": (channels, height, width), "classes": pictures.classes, "notes": notes,
+              "damaged": damaged}
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def drop_stale(cache):
+    for folder in cache.glob("*.partial-*"):
+        with suppress(FileNotFoundError):           # another process drops it too, or has just finished it
+            if time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > STALE:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def cached(args, key, size, build):
+    """The folder under --cache for `key` (a list of plain values); where it is missing, build(folder) fills it first.
+
+    It appears under its name only when complete: a killed run leaves a `.partial-` folder that nobody reads, and of two
+    processes that build the same, the first to finish wins. `size` in bytes is checked against the free space."""
+    digest = hashlib.sha256()
+    for part in [CACHE_VERSION, *key]:
+        digest.update(f"{part!r}\n".encode())
+    cache = Path(args.cache)
+    final = cache / f"{Path(args.data).stem}-{digest.hexdigest()[:16]}"
+    if final.exists():
+        return final
+    cache.mkdir(parents=True, exist_ok=True)
+    drop_stale(cache)
+    free = shutil.disk_usage(cache).free
+    if size > free:
+        raise OSError(f"--cache {cache} needs {size / 1e9:.1f} GB for the decoded data, "
+                      f"but its disk has only {free / 1e9:.1f} GB free")
+    with tempfile.TemporaryDirectory(prefix=f"{final.name}.partial-", dir=cache, ignore_cleanup_errors=True) as partial:
+        complete = Path(partial) / "complete"
+        complete.mkdir()
+        build(complete)
+        with suppress(OSError):                     # refused where another process was faster
+            complete.rename(final)
+    if not final.exists():
+        raise OSError(f"--cache {cache}: the finished cache could not be renamed to {final}")
+    return final
+
+
+def cached_images(args, sources, count, load, say):
+    """Data of the pictures that load() returns, from the cache where `sources` (names, sizes, times) are unchanged."""
+    height, width = args.size
+    size = count * height * width * (1 if args.gray else 3)
+    key = [(args.size, args.crop, args.gray), *sources]
+    folder = cached(args, key, size, lambda partial: write_images(partial, load(), args, say))
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    damaged, found = report["damaged"], report["found"]
+    shown = ", ".join(f"{name} ({reason})" for name, reason in damaged[:5])
+    more = f" and {len(damaged) - 5:,} more" if len(damaged) > 5 else ""
+    failures = f"{len(damaged):,} of {found:,} files could not be read: {shown}{more}"
+    announce(args, found - len(damaged), report["shape"], report["classes"], say, report["notes"])
+    if damaged and (not args.skip_damaged or len(damaged) == found):
+        shutil.rmtree(folder, ignore_errors=True)   # a file may be mended without a trace in its size and time
+        raise ValueError(f"--data {args.data}: {failures}; repair or remove them, or give --skip-damaged")
+    if damaged:
+        say(f"{args.data}: {failures}; left out")
+    labels = np.load(folder / "labels.npy") if report["classes"] else None
+    return Data(np.load(folder / "images.npy", mmap_mode="r"), labels, report["classes"])
+
+
+def announce(args, count, shape, classes, say, notes=()):
+    line = f"{args.data}: {count:,} of shape {'x'.join(map(str, shape))}, "
+    if classes is None:
+        line += "unlabelled"
+    else:
+        names = classes if len(classes) <= 10 else [*classes[:3], "...", classes[-1]]
+        line += f"{len(classes):,} class{'es' * (len(classes) > 1)} ({', '.join(names)})"
+    say("; ".join([line, *(f"{notes[note]:,} {note}" for note in sorted(notes))]))
+
+
+# -- built-in digits
+
+@lru_cache
+def glyph(digit, side):
+    """Mask of one digit in Pillow's own font, upright in the middle of (side, side) and about 0.75 * side high."""
+    font = ImageFont.load_default(side)
+    mask, bold = Image.new("L", (side, side)), side / 40
+    left, top, right, bottom = font.getbbox(str(digit), stroke_width=bold)
+    corner = (side - left - right) / 2, (side - top - bottom) / 2
+    ImageDraw.Draw(mask).text(corner, str(digit), fill=255, font=font, stroke_width=bold)
+    return mask
+
+
+def draw_digit(digit, numbers, height, width):
+    """RGB picture of a dark digit on light ground or the reverse, of any hues, drawn from 13 numbers in [0, 1)."""
+    across, down, size, turn, hue, other_hue, a, b, c, d, shade_x, shade_y, swap = numbers
+    dark = colorsys.hsv_to_rgb(hue, 0.4 + 0.5 * a, 0.1 + 0.3 * b)
+    light = colorsys.hsv_to_rgb(other_hue, 0.1 + 0.3 * c, 0.85 + 0.15 * d)
+    ground, ink = (dark, light) if swap < 0.5 else (light, dark)
+    shade = (255 - 50 * abs(shade_y - np.arange(height)[:, None] / height)
+             - 50 * abs(shade_x - np.arange(width) / width))                      # (H, W)
+    image = Image.fromarray((shade[..., None] * ground).astype(np.uint8))
+
+    side, scale, angle = min(height, width), 0.8 + 0.3 * size, math.radians(24 * turn - 12)
+    reach = 0.42 * scale * side                     # from the middle of the digit to its ends
+    x, y = reach + (width - 2 * reach) * across, reach + (height - 2 * reach) * down
+    cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
+    to_glyph = (cos, sin, side / 2 - cos * x - sin * y, -sin, cos, side / 2 + sin * x - cos * y)
+    mask = glyph(digit, side).transform(image.size, Image.Transform.AFFINE, to_glyph, Image.Resampling.BICUBIC)
+    image.paste(tuple(round(255 * channel) for channel in ink), mask=mask)
+    return image
+
+
+def load_digits(args, say):
+    numbers = np.random.default_rng(args.seed).uniform(size=(DIGIT_COUNT, 13))
+    pictures = Pictures(range(DIGIT_COUNT), lambda i: draw_digit(i % 10, numbers[i].tolist(), *args.size),
+                        np.arange(DIGIT_COUNT) % 10, [str(digit) for digit in range(10)])
+    return cached_images(args, [("digits", args.seed)], DIGIT_COUNT, lambda: pictures, say)
+
+
+# -- CIFAR-10 (Krizhevsky 2009)
+
+class NumpyStandIn:
+    """Keeps what the pickle says of a numpy object and does nothing with it: numpy itself would trust its every word."""
+    def __init__(self, *_):
+        self.state = None
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class BatchUnpickler(pickle.Unpickler):
+    """Reads CIFAR-10 batches and refuses every pickle that asks for anything else."""
+    ALLOWED = {"numpy.dtype": NumpyStandIn, "numpy.ndarray": NumpyStandIn,
+               "numpy.core.multiarray._reconstruct": NumpyStandIn, "numpy._core.multiarray._reconstruct": NumpyStandIn,
+               "_codecs.encode": lambda text, encoding: text.encode("latin1")}
+
+    def find_class(self, module, name):
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"its pickle asks for {module}.{name}, which is refused")
+        return self.ALLOWED[f"{module}.{name}"]
+
+
+def unpickle(raw):
+    content = BatchUnpickler(io.BytesIO(raw), encoding="bytes").load()
+    return {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}
+
+
+def read_batch(name, raw):
+    """One batch file, binary or pickled -> (n, 3072) uint8 pixels, channel by channel, and (n,) labels."""
+    if name.endswith(".bin"):
+        records = np.frombuffer(raw, np.uint8).reshape(-1, 1 + 3072)
+        pixels, labels = records[:, 1:], records[:, 0]
+    else:
+        batch = unpickle(raw)
+        _, shape, _, fortran, content = batch["data"].state
+        pixels = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
+        labels = np.array(batch["labels"])
+    if len(labels) == 0 or pixels.shape != (len(labels), 3072) or not np.isin(labels, range(10)).all():
+        raise ValueError(f"{name} holds pixels {pixels.shape} and labels {labels.shape}, not (n, 3072) and n from 0 to 9")
+    return pixels, labels.astype(np.int64)
+
+
+def read_cifar10_files(path):
+    """Folder or archive -> {file name: bytes} of the training batches and the class names."""
+    wanted = {f"data_batch_{i}{end}" for i in range(1, 6) for end in ("", ".bin")}
+    wanted |= {"batches.meta", "batches.meta.txt"}
+    if path.is_dir():
+        return {file.name: file.read_bytes() for file in path.iterdir() if file.name in wanted}
+    with tarfile.open(path) as tar:
+        return {Path(member.name).name: tar.extractfile(member).read() for member in tar
+                if member.isfile() and Path(member.name).name in wanted}
+
+
+def read_cifar10(path):
+    """Folder or archive -> pictures, labels and class names of the whole training set; anything else raises."""
+    files = read_cifar10_files(path)
+    end = ".bin" if "data_batch_1.bin" in files else ""
+    names = [f"data_batch_{i}{end}" for i in range(1, 6)]
+    if missing := [name for name in names if name not in files]:
+        raise ValueError(f"{', '.join(missing)} of the five training batches missing")
+    pixels, labels = zip(*[read_batch(name, files[name]) for name in names])
+    if len({*map(len, labels)}) > 1:
+        raise ValueError(f"its batches hold {', '.join(str(len(batch)) for batch in labels)} images, not equally many")
+    classes = CIFAR10_CLASSES
+    if "batches.meta" in files:
+        classes = [name.decode() for name in unpickle(files["batches.meta"])["label_names"]]
+    elif "batches.meta.txt" in files:
+        classes = files["batches.meta.txt"].decode().split()
+    if len(classes) != 10:
+        raise ValueError(f"it names {len(classes)} classes, not 10")
+    images = np.concatenate(pixels).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return array_pictures(images, np.concatenate(labels), classes)
+
+
+def check_cifar10(path, say):
+    official = CIFAR10_MD5.get(path.name)
+    if official and md5(path) != official:
+        say(f"{path} is not the official archive (md5 {md5(path)}, not {official}): used if its batches are whole")
+    try:
+        return read_cifar10(path)
+    except Exception as error:      # a torn archive or pickle fails in a dozen ways
+        raise ValueError(f"{path} is not a whole CIFAR-10 ({error}): remove it, and it is fetched again") from None
+
+
+def md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def find_cifar10(folder):
+    """The first of the four official forms in folder, or folder itself if it is one; else None."""
+    for name in ["cifar-10-batches-py", "cifar-10-batches-bin", *CIFAR10_MD5]:
+        if (folder / name).exists():
+            return folder / name
+    return folder if list(folder.glob("data_batch_[1-5]*")) else None
+
+
+def fetch_cifar10(folder, say):
+    name = "cifar-10-python.tar.gz"
+    say(f"fetching {CIFAR10_URL} (170 MB) into {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as partial:
+        archive = Path(partial) / name
+        try:
+            with urllib.request.urlopen(CIFAR10_URL, timeout=60) as response, open(archive, "wb") as file:
+                shutil.copyfileobj(response, file)
+            if md5(archive) != CIFAR10_MD5[name]:
+                raise OSError(f"md5 {md5(archive)}, not {CIFAR10_MD5[name]}")
+        except (OSError, http.client.HTTPException) as error:
+            raise OSError(f"CIFAR-10 is not in --data-dir {folder} and could not be fetched ({error}): "
+                          f"put {name} from {CIFAR10_URL} there") from None
+        return archive.replace(folder / name)
+
+
+def load_cifar10(args, say):
+    folder = Path(args.data_dir)
+    path = find_cifar10(folder) or fetch_cifar10(folder, say)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return cached_images(args, [source(file) for file in files], 50_000, lambda: check_cifar10(path, say), say)
+
+
+# -- folders and zips of images
+
+def source(path):
+    """What tells that a file has not changed since it was cached."""
+    stat = os.stat(path)
+    return str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns
+
+
+def is_picture(name):
+    """Whether a path, relative and with slashes, is an image's; hidden files and folders are not."""
+    path = PurePosixPath(name)
+    return path.suffix.lower() in EXTENSIONS and not any(part.startswith(".") for part in path.parts)
+
+
+def label_by_folder(args, names):
+    """Sorted image paths -> labels and classes: the first-level folders; (None, None) where there are none."""
+    if not names:
+        raise ValueError(f"--data {args.data} holds no images: the files accepted are {', '.join(sorted(EXTENSIONS))}")
+    loose = [name for name in names if "/" not in name]
+    if len(loose) == len(names):
+        return None, None
+    if loose:
+        raise ValueError(f"--data {args.data} holds images both in class folders and outside them ({loose[0]}): "
+                         "put all into folders, or all into the root")
+    folders = [name.split("/", 1)[0] for name in names]
+    classes = sorted(set(folders))
+    label_of = {name: label for label, name in enumerate(classes)}
+    return np.array([label_of[folder] for folder in folders]), classes
+
+
+def stop(error):
+    raise error
+
+
+def load_folder(args, say):
+    root, entries = Path(args.data), []
+    for folder, _, files in os.walk(root, followlinks=True, onerror=stop):
+        prefix = Path(folder).relative_to(root).as_posix()
+        for file in files:
+            name = file if prefix == "." else f"{prefix}/{file}"
+            if is_picture(name):
+                stat = os.stat(os.path.join(folder, file))
+                entries.append((name, stat.st_size, stat.st_mtime_ns))
+    entries.sort()
+    names = [entry[0] for entry in entries]
+    pictures = Pictures(names, lambda i: Image.open(root / names[i], formats=FORMATS), *label_by_folder(args, names))
+    return cached_images(args, [str(root.resolve()), *entries], len(names), lambda: pictures, say)
+
+
+def load_zip(args, say):
+    try:
+        archive = zipfile.ZipFile(args.data)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"--data {args.data} is torn or not a zip ({error})") from None
+    with archive:
+        names = sorted(name for name in archive.namelist() if is_picture(name))
+        pictures = Pictures(names, lambda i: Image.open(io.BytesIO(archive.read(names[i])), formats=FORMATS),
+                            *label_by_folder(args, names))
+        return cached_images(args, [source(args.data)], len(names), lambda: pictures, say)
+
+
+# -- arrays
+
+def map_npy(path, offset=0):
+    """The array of an .npy file, or of one that begins `offset` bytes into another file: mapped, not read."""
+    form = np.lib.format
+    with open(path, "rb") as file:
+        file.seek(offset)
+        version = form.read_magic(file)
+        shape, fortran, dtype = (form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0)(file)
+        if dtype not in (np.uint8, np.float16, np.float32):
+            raise ValueError(f"it is {dtype}, where images are uint8 and latents float16 or float32")
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+
+
+def map_npz(args):
+    """An .npz of `arr_0` or `images`, and perhaps `arr_1` or `labels` -> images, mapped, and labels or None."""
+    with zipfile.ZipFile(args.data) as archive:
+        members = {PurePosixPath(info.filename).stem: info for info in archive.infolist()}
+        images, labels = members.get("arr_0", members.get("images")), members.get("arr_1", members.get("labels"))
+        if images is None:
+            raise ValueError(f"it holds {', '.join(members)}, but no arr_0 or images")
+        if labels is not None:
+            with archive.open(labels) as file:
+                labels = np.lib.format.read_array(file, allow_pickle=False)
+    if images.compress_type == zipfile.ZIP_STORED:
+        with open(args.data, "rb") as file:         # a member's header: 30 bytes, then its name and an extra field
+            file.seek(images.header_offset + 26)
+            lengths = np.frombuffer(file.read(4), "<u2")
+        return map_npy(args.data, images.header_offset + 30 + int(lengths.sum(dtype=int))), labels
+
+    def unpack(folder):
+        with zipfile.ZipFile(args.data) as archive, archive.open(images) as packed:
+            with open(folder / "unpacked.npy", "wb") as file:
+                shutil.copyfileobj(packed, file)
+
+    return map_npy(cached(args, ["unpacked", source(args.data)], images.file_size, unpack) / "unpacked.npy"), labels
+
+
+def array_pictures(images, labels, classes):
+    """(N, H, W, C) uint8 -> Pictures; C = 1, 2, 3, 4 are L, LA, RGB, RGBA."""
+    images = images[..., 0] if images.shape[3] == 1 else images
+    return Pictures(range(len(images)), lambda i: Image.fromarray(np.ascontiguousarray(images[i])), labels, classes)
+
+
+def open_array(args):
+    """.npz or .npy -> array, mapped; (N,) int64 labels and the classes, named by number, or None and None."""
+    path = Path(args.data)
+    beside = path.with_name(f"{path.stem}_labels.npy")
+    if path.suffix.lower() == ".npz":
+        array, labels = map_npz(args)
+    else:
+        array, labels = map_npy(path), np.load(beside) if beside.exists() else None
+    if labels is None:
+        return array, None, None
+    integers = labels.shape == array.shape[:1] and labels.dtype.kind in "iu"
+    if not integers or not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
+        raise ValueError(f"its labels are {labels.dtype} of shape {labels.shape}, not {len(array)} integers "
+                         f"from 0 to below {MAX_CLASSES}")
+    return array, labels.astype(np.int64), [str(label) for label in range(labels.max() + 1)]
+
+
+def load_array(args, say):
+    try:
+        array, labels, classes = open_array(args)
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"--data {args.data} is not an array to train on: {error}") from None
+    if array.dtype.kind == "f":
+        if array.ndim != 4 or array.shape[2:] != args.size or args.gray or args.crop:
+            raise ValueError(f"--data {args.data} holds floats of shape {array.shape}: latents are (N, C, H, W), "
+                             f"of --size {args.size[0]}x{args.size[1]}, and take neither --gray nor --crop")
+    else:
+        array = array[..., None] if array.ndim == 3 else array
+        if array.ndim != 4 or array.shape[3] > 4:
+            raise ValueError(f"--data {args.data} holds uint8 of shape {array.shape}: "
+                             "images are (N, H, W) or (N, H, W, C), C up to 4")
+        if args.crop or array.shape[1:] != (*args.size, 1 if args.gray else 3):
+            key = [source(args.data), labels is not None and zlib.crc32(labels)]
+            return cached_images(args, key, len(array), lambda: array_pictures(array, labels, classes), say)
+    data = Data(array, labels, classes)
+    announce(args, len(array), data.shape, classes, say)
+    return data
+
+
+def load_data(args, say=print):
+    """--data -> Data, every image decoded once into --cache; say(line) prints what was found.
+
+    A user's mistake is a ValueError or OSError of one line; damaged files too, unless --skip-damaged leaves them out."""
+    path = Path(args.data)
+    if args.data == "digits":
+        return load_digits(args, say)
+    if args.data == "cifar10":
+        return load_cifar10(args, say)
+    if path.is_dir():
+        return load_folder(args, say)
+    loaders = {".zip": load_zip, ".npz": load_array, ".npy": load_array}
+    if not path.is_file() or path.suffix.lower() not in loaders:
+        raise ValueError(f"--data {args.data} is not there or of no known kind: give digits, cifar10, a folder or .zip "
+                         f"of images ({', '.join(sorted(EXTENSIONS))}), or an .npz or .npy array")
+    return loaders[path.suffix.lower()](args, say)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Presets: published settings, as flags. A flag given beside --preset wins.
+
+UVIT = dict(backbone="uvit", skip_scaling="none", time_mlp=False, prediction="eps", weighting="snr", schedule="vp", lr=2e-4,
+            weight_decay=0.03, betas=(0.99, 0.99), warmup=5000, ema=0.9999, clip=math.inf, label_dropout=0.0)
+UVIT_LATENT = UVIT | dict(schedule="scaled-linear", size=(32, 32), patch=2, batch_size=1024, label_dropout=0.15)
+MIN_SNR_VIT = dict(backbone="vit", skip_scaling="none", prediction="x0", weighting="min-snr", gamma=5.0, schedule="cosine", lr=1e-4,
+                   weight_decay=0.03, betas=(0.99, 0.99), warmup=0, ema=0.9999, clip=math.inf, label_dropout=0.15)
+DDPM = dict(backbone="unet", skip_scaling="none", channels=128, blocks=2, attention=(16,), heads=1, head_channels=None, dropout=0.1,
+            scale_shift_norm=False, resblock_updown=False, prediction="eps", weighting="snr", schedule="linear", lr=2e-4,
+            weight_decay=0.0, betas=(0.9, 0.999), warmup=5000, ema=0.9999, clip=1.0, batch_size=128, label_dropout=0.0)
+
+PRESETS = {
+    "digits": {},                                           # the defaults of the flags
+    # Ho et al. 2020, Appendix B: 35.7M parameters. Attention of one head, as there
+    "cifar10-unet": DDPM | dict(data="cifar10", size=(32, 32), channel_mult=(1, 2, 2, 2), unconditional=True, steps=800_000),
+    # Bao et al. 2023, Table 5 and released configs: U-ViT-S, 44M parameters
+    "cifar10-uvit-s": UVIT | dict(data="cifar10", size=(32, 32), patch=2, width=512, depth=12, heads=8, betas=(0.99, 0.999),
+                                  warmup=2500, batch_size=128, unconditional=True, steps=500_000),
+    # Song et al. 2021 (DDIM), celeba: the same UNet with one level more
+    "celeba64-unet": DDPM | dict(data=None, size=(64, 64), crop=140, channel_mult=(1, 2, 2, 2, 4), unconditional=True, steps=500_000),
+    "celeba64-uvit-s": UVIT | dict(data=None, size=(64, 64), crop=140, patch=4, width=512, depth=12, heads=8, batch_size=128,
+                                   unconditional=True, steps=500_000),
+    # Dhariwal & Nichol 2021, Table 11: 296M parameters with learned variances, which are not trained here
+    "imagenet64-unet": DDPM | dict(data=None, size=(64, 64), channels=192, channel_mult=(1, 2, 3, 4), blocks=3, attention=(32, 16, 8),
+                                   head_channels=64, scale_shift_norm=True, resblock_updown=True, schedule="cosine", lr=3e-4,
+                                   warmup=0, clip=math.inf, batch_size=2048, steps=540_000),
+    # Bao et al. 2023, Table 5: U-ViT-M and -L
+    "imagenet64-uvit-m": UVIT | dict(data=None, size=(64, 64), patch=4, width=768, depth=16, heads=12, lr=3e-4, batch_size=1024,
+                                     steps=300_000),
+    "imagenet64-uvit-l": UVIT | dict(data=None, size=(64, 64), patch=4, width=1024, depth=20, heads=16, lr=3e-4, batch_size=1024,
+                                     steps=300_000),
+    # Hang et al. 2023, Section 4.1
+    "imagenet64-vit-l": MIN_SNR_VIT | dict(data=None, size=(64, 64), patch=4, width=1024, depth=21, heads=16, batch_size=1024,
+                                           steps=800_000),
+    "imagenet256-uvit-l": UVIT_LATENT | dict(data=None, width=1024, depth=20, heads=16, steps=300_000),
+    "imagenet256-uvit-h": UVIT_LATENT | dict(data=None, width=1152, depth=28, heads=16, final_conv=False, steps=500_000),
+    "imagenet256-vit-b": MIN_SNR_VIT | dict(data=None, size=(32, 32), patch=2, width=768, depth=12, heads=12, batch_size=256,
+                                            steps=1_000_000),
+    "imagenet256-vit-xl": MIN_SNR_VIT | dict(data=None, size=(32, 32), patch=2, width=1152, depth=28, heads=16, batch_size=256,
+                                             steps=7_000_000),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+def whole(text):
+    """A whole number; 1e5 is one too."""
+    try:
+        value = float(text)
+        if value == int(value):
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+
+
+def size(text):
+    """32, or 32x64 for height and width.   -> (height, width)"""
+    parts = text.split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of pixels like 32, or HEIGHTxWIDTH like 32x64")
+    return int(parts[0]), int(parts[-1])
+
+
+def integers(text):
+    """1,2,2 -> (1, 2, 2); nothing -> ()"""
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers like 1,2,2")
+    return tuple(int(part) for part in parts)
+
+
+def two_numbers(text):
+    """0.9,0.999 -> (0.9, 0.999)"""
+    try:
+        first, second = (float(part) for part in text.split(","))
+        return first, second
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers like 0.9,0.999") from None
+
+
+def build_parser():
+    p = sample.Parser(prog="train.py", description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    on_off = argparse.BooleanOptionalAction
+    add = p.add_argument_group("data").add_argument
+    add("--preset", choices=PRESETS, default="digits", help="a published setting; flags beside it win", metavar="NAME")
+    add("--data", default="digits", help="digits, cifar10, or a path: folder or zip of images, .npz, .npy")
+    add("--data-dir", default="cifar10", metavar="DIR", help="where CIFAR-10 lies, or is put")
+    add("--size", type=size, default=(32, 32), help="pixels: 32, or 32x64 for height x width")
+    add("--crop", type=whole, help="first cut out this many pixels from the centre (CelebA: 140)")
+    add("--gray", action=on_off, default=False, help="one channel instead of three")
+    add("--flip", action=on_off, default=None, help="mirror half of the images (default: yes, but not digits or latents)")
+    add("--unconditional", action=on_off, default=False, help="ignore the labels")
+    add("--cache", default="cache", metavar="DIR", help="where decoded images are kept")
+    add("--skip-damaged", action=on_off, default=False, help="leave out files that cannot be read, instead of stopping")
+    add("--check-data", action=on_off, default=False, help="say what was found and stop")
+    add = p.add_argument_group("model").add_argument
+    add("--backbone", choices=("unet", "uvit", "vit"), default="unet", help="network")
+    add("--skip-scaling", choices=MODES, help="coefficients of the long skips (default: ls; none for vit, which has no long skips)")
+    add("--kappa", type=float, default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
+    add("--heads", type=whole, default=4, help="attention heads")
+    add("--channels", type=whole, default=32, help="unet: width of the first level")
+    add("--channel-mult", type=integers, default=(1, 2, 2), metavar="M,M,..", help="unet: width of each level, times --channels")
+    add("--blocks", type=whole, default=1, help="unet: residual blocks of a level")
+    add("--attention", type=integers, default=(8,), metavar="H,H,..", help="unet: feature-map heights with attention")
+    add("--head-channels", type=whole, help="unet: channels of a head, instead of --heads")
+    add("--dropout", type=float, default=0.0, help="unet: share of features dropped in training")
+    add("--scale-shift-norm", action=on_off, default=True, help="unet: the embedding scales and shifts (ADM) or adds (DDPM)")
+    add("--resblock-updown", action=on_off, default=False, help="unet: resize inside residual blocks (ADM) or by convolutions")
+    add("--patch", type=whole, default=4, help="uvit, vit: pixels of a patch's side")
+    add("--width", type=whole, default=192, help="uvit, vit: features of a token")
+    add("--depth", type=whole, default=6, help="uvit, vit: blocks; uvit has 2 * (depth // 2) + 1")
+    add("--time-mlp", action=on_off, default=False, help="uvit: a small network on the timestep")
+    add("--final-conv", action=on_off, default=True, help="uvit: a 3x3 convolution over the finished picture")
+    add("--weights", metavar="FILE", help="start from published weights of the same architecture")
+    add("--attention-order", choices=("new", "legacy"), default="new", help="qkv layout of --weights from guided-diffusion")
+    add = p.add_argument_group("diffusion").add_argument
+    add("--prediction", choices=("x0", "eps", "v"), default="x0", help="what the network says")
+    add("--schedule", choices=SCHEDULES, default="cosine", help="noise schedule")
+    add("--zero-terminal-snr", action=on_off, default=False, help="rescale the schedule to end in pure noise")
+    add("--weighting", choices=WEIGHTINGS, default="min-snr", help="loss weight over timesteps, stated for x0")
+    add("--gamma", type=float, default=5.0, help="of min-snr, soft-min-snr, max-snr and p2")
+    add("--label-dropout", type=float, default=0.1, help="share of labels withheld, for guidance; 0 = the model needs labels")
+    add = p.add_argument_group("optimisation").add_argument
+    add("--steps", type=whole, default=1500, help="optimiser steps in all")
+    add("--batch-size", type=whole, default=64, help="images of a step, over all processes")
+    add("--micro-batch", type=whole, help="images that a process computes at once (default: all of its share)")
+    add("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+    add("--warmup", type=whole, default=100, help="steps over which the learning rate rises")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW, on matrices alone")
+    add("--betas", type=two_numbers, default=(0.9, 0.99), metavar="B1,B2", help="of AdamW")
+    add("--clip", type=float, default=1.0, help="largest gradient norm, inf = off")
+    add("--ema", type=float, default=0.995, help="decay of the averaged weights; they start with a smaller one")
+    add = p.add_argument_group("run").add_argument
+    add("--out", help="run folder (default: runs/ and the preset's name, or the data's)")
+    add("--resume", action=on_off, default=False, help="go on from the run folder's checkpoint, with its flags")
+    add("--seed", type=whole, default=0, help="of everything random")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
+    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of products; auto: bf16 where native, else fp32")
+    add("--compile", action=on_off, default=False, help="torch.compile the network")
+    add("--checkpointing", action=on_off, default=False, help="recompute activations in the backward pass: less memory, slower")
+    add("--log-every", type=whole, default=50, help="steps between rows of log.csv")
+    add("--sample-every", type=whole, default=500, help="steps between sample grids")
+    add("--save-every", type=whole, default=500, help="steps between checkpoints")
+    add("--compare", nargs="+", metavar="RUN", help="draw the curves of these runs into one picture, --out, and stop")
+    return p
+
+
+# What a resumed run may change; anything else would make another run of it
+MAY_CHANGE = {"steps", "lr", "log_every", "sample_every", "save_every", "micro_batch", "device", "compile", "checkpointing", "cache",
+              "data_dir", "check_data", "out", "resume", "compare"}
+UNET_FLAGS = {"channels", "channel_mult", "blocks", "attention", "head_channels", "dropout", "scale_shift_norm", "resblock_updown"}
+UVIT_FLAGS = {"time_mlp", "final_conv"}
+VIT_FLAGS = {"patch", "width", "depth"}
+
+
+def preset_args(preset, given=()):
+    """The flags' defaults, then the preset's, then those given.   -> argparse.Namespace"""
+    return argparse.Namespace(**{**vars(build_parser().parse_args([])), **PRESETS[preset], "preset": preset, **dict(given)})
+
+
+def parse_args(argv=None):
+    """The command line, completed by the preset or, with --resume, by the flags that the run began with.   -> Namespace"""
+    parser, untouched = build_parser(), object()
+    flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), untouched)))
+    given = {name: value for name, value in vars(flags).items() if value is not untouched}
+    args = preset_args(given.get("preset", "digits"), given)
+    if args.out is None:
+        args.out = "curves.png" if args.compare else f"runs/{Path(str(args.data)).stem if 'data' in given else args.preset}"
+    if args.resume:
+        saved = sample.load_checkpoint(args.out)["config"]["flags"]
+        changed = [name for name in given if name not in MAY_CHANGE and given[name] != saved[name]]
+        if changed:
+            found = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in changed)
+            raise ValueError(f"--resume: the run in {args.out} has {found}; leave that out, or start another run with another --out")
+        args = argparse.Namespace(**{**saved, **given, "out": args.out, "resume": True})
+    check_args(args, given)
+    return args
+
+
+def check_args(args, given):
+    """One line for each flag whose value makes no sense, before any work starts.   ValueError"""
+    other = {"unet": UVIT_FLAGS | VIT_FLAGS, "uvit": UNET_FLAGS, "vit": UNET_FLAGS | UVIT_FLAGS}[args.backbone]
+    wrong = [name for name in given if name in other]
+    if wrong:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} is not a flag of --backbone {args.backbone}")
+    if args.backbone == "vit" and args.skip_scaling not in (None, "none"):
+        raise ValueError(f"--skip-scaling {args.skip_scaling}: --backbone vit has no long skips to scale")
+    args.skip_scaling = args.skip_scaling or ("none" if args.backbone == "vit" else "ls")
+    at_least_1 = ("steps", "batch_size", "log_every", "sample_every", "save_every", "heads", "channels", "blocks", "patch", "width", "depth")
+    rules = [(name, getattr(args, name) >= 1, "at least 1") for name in at_least_1]
+    rules += [(name, getattr(args, name) is None or getattr(args, name) >= 1, "at least 1") for name in ("crop", "micro_batch", "head_channels")]
+    rules += [(name, 0 < getattr(args, name) < math.inf, "a positive number") for name in ("lr", "gamma")]
+    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay")]
+    rules += [(name, 0 <= getattr(args, name) < 1, "in [0, 1)") for name in ("dropout", "ema", "label_dropout")]
+    rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
+              ("betas", all(0 <= beta < 1 for beta in args.betas), "two numbers in [0, 1)"),
+              ("channel_mult", len(args.channel_mult) > 0, "one number for each level"),
+              ("data", args.data is not None, "digits, cifar10 or a path: this preset's images must be given")]
+    for name, fine, rule in rules:
+        if not fine:
+            raise ValueError(f"--{name.replace('_', '-')} must be {rule}, not {getattr(args, name)}")
+
+
+def model_config(args, shape, num_classes):
+    """The backbone that the flags describe, for tensors of shape (C, H, W).   -> {"class": name, argument: value}"""
+    config = {"class": {"unet": "UNet", "uvit": "UViT", "vit": "ViT"}[args.backbone], "in_channels": shape[0], "size": tuple(shape[1:]),
+              "heads": args.heads, "num_classes": num_classes, "null_label": args.label_dropout > 0}
+    own = sorted({"unet": UNET_FLAGS, "uvit": VIT_FLAGS | UVIT_FLAGS, "vit": VIT_FLAGS}[args.backbone])
+    if args.backbone != "vit":
+        own += ["skip_scaling", "kappa"]
+    return config | {name: getattr(args, name) for name in own}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+def load_data_once(args, say):
+    """Data, decoded into the cache by the first process of the machine while the others wait."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if dist.is_initialized() and not first:
+        dist.barrier()
+    data = load_data(args, say if first else lambda line: None)
+    if dist.is_initialized() and first:
+        dist.barrier()
+    if args.unconditional:
+        data = Data(data.images, None, None)
+    if args.flip is None:
+        args.flip = args.data != "digits" and not data.latents
+    if args.flip and data.latents:
+        raise ValueError("--flip: the latents of a mirrored image are not its mirrored latents; leave it out")
+    return data
+
+
+def start_run(args, config, resume):
+    """Make the run folder, or read the checkpoint to go on from.   -> checkpoint or None   ValueError: nothing may be lost"""
+    out = Path(args.out)
+    if resume:
+        checkpoint = sample.load_checkpoint(out)
+        changed = [key for key in ("data", "model") if checkpoint["config"][key] != config[key]]
+        if changed:
+            raise ValueError(f"--resume: the {changed[0]} of {out} has changed: {checkpoint['config'][changed[0]]} then, {config[changed[0]]} now")
+        return checkpoint
+    if (out / "checkpoint.pt").exists():
+        raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
+    return None
+
+
+def learning_rate(args, step):
+    """Linear warm-up over the first steps, then constant, as in both papers."""
+    return args.lr * min(1.0, (step + 1) / max(args.warmup, 1))
+
+
+def duration(seconds):
+    """65 -> 1m05s"""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+
+
+def build(args, say):
+    """Everything that a run consists of, from the flags.   -> SimpleNamespace; with --check-data, None"""
+    device = sample.pick_device(args.device)
+    rank, processes = sample.join_processes(device)
+    dtype = sample.pick_precision(args.precision, device)
+    share = args.batch_size // processes                                # images of a process in each step
+    if args.batch_size % processes or share % (args.micro_batch or share):
+        raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the number of processes, {processes}, and each "
+                         f"one's share a multiple of --micro-batch {args.micro_batch or share}")
+    data = load_data_once(args, say)
+    if args.check_data:
+        return None
+    classes = data.classes or []
+    process = {"schedule": args.schedule, "prediction": args.prediction, "zero_terminal_snr": args.zero_terminal_snr}
+    config = {"flags": vars(args), "model": model_config(args, data.shape, len(classes) or None), "diffusion": process,
+              "data": {"shape": tuple(data.shape), "classes": classes, "latents": data.latents, "images": len(data.images)}}
+    diffusion = Diffusion(**process)
+    weights = loss_weight(diffusion.snr, args.weighting, args.gamma, args.prediction)
+    torch.manual_seed(args.seed)
+    model = sample.build_model(config["model"])
+    if args.weights:
+        sample.fill_published(model, sample.read_weights(args.weights), args.attention_order)
+    model.checkpointing = args.checkpointing
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)        # the same run, bit for bit
+        torch.set_float32_matmul_precision("high")                      # TF32
+        torch.backends.cudnn.allow_tf32 = True
+        model = model.to(memory_format=torch.channels_last)
+    model = model.to(device)
+    return SimpleNamespace(
+        args=args, out=Path(args.out), config=config, device=device, rank=rank, processes=processes, data=data,
+        diffusion=diffusion, weights=weights.float().to(device),
+        error_scale=CHANGE_OF_VARIABLE[args.prediction](diffusion.snr).float().to(device), window=torch.zeros(WINDOW_SIZE, device=device),
+        autocast=lambda: sample.autocast(device, dtype), dtype=dtype, share=share,
+        model=model, ema=copy.deepcopy(model).eval().requires_grad_(False), optimizer=make_optimizer(model, args, device),
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
+
+
+def begin(run):
+    """Start the run folder, or with --resume go on from it.   -> the step to start with   ValueError: nothing may be lost"""
+    file, args = run.out / "checkpoint.pt", run.args
+    if file.exists() and not args.resume:
+        raise ValueError(f"{run.out} already holds a run: --resume goes on with it, another --out starts a new one")
+    checkpoint = sample.load_checkpoint(run.out) if args.resume else {"step": 0}
+    for key in ("data", "model") if args.resume else ():
+        if checkpoint["config"][key] != run.config[key]:
+            raise ValueError(f"--resume: the {key} of {run.out} was {checkpoint['config'][key]}, and is now {run.config[key]}")
+    if args.resume:
+        for name in PARTS:
+            getattr(run, name).load_state_dict(checkpoint[name])
+        run.window += checkpoint["window"].to(run.device) * (run.rank == 0)         # it holds the sums of all processes
+    if run.rank == 0:
+        (run.out / "samples").mkdir(parents=True, exist_ok=True)
+        save_atomically(run.out / "config.json", lambda out: out.write(json.dumps(run.config, indent=1).encode()))
+        cut_log(run.out / "log.csv", checkpoint["step"])
+    if not args.resume:
+        save_checkpoint(run, 0)                             # a disk that is full shows now, and a kill at any time can resume
+    return checkpoint["step"]
+
+
+def catch_signals(processes):
+    """Catch Ctrl-C and SIGTERM.   -> a function that says, once a step, whether any process was told to stop (0 or the signal)"""
+    caught = torch.zeros(1, dtype=torch.int32)              # on the CPU, so that asking never waits for the GPU
+
+    def catch(number, frame):
+        caught.fill_(number)
+        signal.signal(number, signal.SIG_DFL)               # the second one ends it at once
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, catch)
+
+    def asked():
+        if processes == 1:
+            return int(caught)
+        anyone = caught.clone()
+        dist.all_reduce(anyone, dist.ReduceOp.MAX)          # so that all stop after the same step
+        return int(anyone)
+
+    return asked
+
+
+class Progress:
+    """What a run says: on a terminal one line that is renewed, in a file a line for each row of the log."""
+
+    def __init__(self, args, start):
+        self.args, self.start, self.began, self.shown, self.loss = args, start, time.time(), 0.0, math.nan
+        self.since, self.since_step = time.time(), start            # of images per second
+
+    def pause(self, seconds):
+        """Leave out time that was not spent on training."""
+        self.began += seconds
+        self.since += seconds
+
+    def rate(self, step):
+        """Training images per second since the last call."""
+        now = time.time()
+        rate = (step - self.since_step) * self.args.batch_size / max(now - self.since, 1e-9)
+        self.since, self.since_step = now, step
+        return rate
+
+    def show(self, step, row=None):
+        now, terminal = time.time(), sys.stdout.isatty()
+        if not (row or terminal and now - self.shown > 1):
+            return
+        self.loss, self.shown = row["loss"] if row else self.loss, now
+        seconds = (now - self.began) / (step - self.start)          # of a step
+        line = (f"step {step:,} of {self.args.steps:,}   loss {self.loss:.4g}   {self.args.batch_size / seconds:.0f} images/s   "
+                f"{duration(seconds * (self.args.steps - step))} left   {peak_memory():.1f} GB")
+        print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
+
+
+def peak_memory():
+    """GB that this process has needed at most, on the GPU if it has one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+
+
+def train(run, start):
+    """The loop.   -> the signal that ended it early, or 0"""
+    args, device, timesteps = run.args, run.device, run.diffusion.timesteps
+    if args.compile:
+        run.model.compile()                                 # in place: the names of the weights stay as they are
+    model = run.model
+    if run.processes > 1:
+        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    places = range(run.rank * run.share, (run.rank + 1) * run.share)                    # of this process in the global batch
+    micro = args.micro_batch or run.share
+    stop_signal, progress = catch_signals(run.processes), Progress(args, start)
+    for step in range(start, args.steps):
+        batches = [to_device(make_batch(run.data, args, timesteps, step, places[i:i + micro]), device)
+                   for i in range(0, run.share, micro)]
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        if args.dropout:
+            torch.manual_seed(int(random_stream(args.seed, "dropout", step, run.rank).integers(2**62)))
+        loss, errors, norm = train_step(model, run, batches)
+        update_ema(run.ema, run.model, args.ema, step)
+        t = torch.cat([batch[1] for batch in batches])
+        add_to_window(run.window, loss, errors / run.error_scale[t], norm, t * BINS // timesteps)
+
+        done, stopped = step + 1, stop_signal()
+        log, draw, save = (done % every == 0 for every in (args.log_every, args.sample_every, args.save_every))
+        last = done == args.steps
+        if device.type == "cpu" or log or draw or save or last or stopped:
+            check_finite(run, done)                         # on a GPU this waits for it, so not at every step
+        row = take_row(run, done, progress.rate(done)) if log else None
+        if run.rank == 0:
+            if row:
+                with open(run.out / "log.csv", "a") as file:
+                    file.write(",".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row.values()) + "\n")
+            progress.show(done, row)
+        paused = time.time()
+        if run.rank == 0 and (draw or last):
+            draw_samples(run, done)
+            draw_curves({run.out.name: read_log(run.out / "log.csv")}, run.out / "curves.png")
+        if save or last or stopped:
+            save_checkpoint(run, done)
+        progress.pause(time.time() - paused)
+        if stopped:
+            return stopped
+    return 0
+
+
+def describe(run, start):
+    """What a run is about to do, in two lines."""
+    args, epochs = run.args, run.args.steps * run.args.batch_size / len(run.data.images)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    gamma = f" (gamma {args.gamma:g})" if args.weighting in ("min-snr", "soft-min-snr", "max-snr", "p2") else ""
+    where = f"{run.device.type}" + (f", {run.processes} processes" if run.processes > 1 else "")
+    return (f"{type(run.model).__name__} of {parameters / 1e6:.2f}M parameters, skip scaling {args.skip_scaling}; predicts {args.prediction}, "
+            f"{args.schedule} schedule, {args.weighting}{gamma} weights\n"
+            f"steps {start:,} to {args.steps:,} of {args.batch_size} images ({epochs:.1f} epochs), {str(run.dtype).removeprefix('torch.')} "
+            f"on {where}; everything goes into {run.out}{os.sep}")
+
+
+def main():
+    parser, rank = build_parser(), int(os.environ.get("RANK", 0))
+
+    def say(line):
+        if rank == 0:
+            print(line, flush=True)
+
+    try:
+        args = parse_args()
+        if args.compare:
+            draw_curves({str(run): read_log(Path(run) / "log.csv") for run in args.compare}, args.out)
+            return say(f"look at {args.out}")
+        run = build(args, say)
+        if run is None:
+            return
+        start, began = begin(run), time.time()
+        say(describe(run, start))
+        stopped = train(run, start)
+        terminal = "\n" if sys.stdout.isatty() else ""
+        if stopped:
+            say(f"{terminal}stopped; train.py --out {run.out} --resume goes on from here")
+            sys.exit(128 + stopped)
+        say(f"{terminal}done in {duration(time.time() - began)}: look at {run.out / 'samples' / f'step_{args.steps:07d}.png'} and "
+            f"{run.out / 'curves.png'}, or draw more with: python sample.py {run.out}")
+    except FloatingPointError as error:
+        parser.exit(1, f"train.py: {error}\n" if rank == 0 else None)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"train.py: {error}\n" if rank == 0 else None)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
