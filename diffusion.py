@@ -124,10 +124,10 @@ class Diffusion:
         return alpha * x_t - sigma * output
 
     def error(self, model, x0, t, noise, labels=None):
-        """Squared error of the prediction, mean over pixels, unweighted.   -> (B,) float32"""
+        """Squared error of the prediction, mean over pixels, unweighted, in float32 at least.   -> (B,)"""
         output = model(self.add_noise(x0, noise, t), t, labels)
         prediction = output[:, :x0.shape[1]]                # models with learned variance put it into a second half
-        difference = prediction.float() - self.target(x0, noise, t)
+        difference = prediction.to(torch.promote_types(x0.dtype, torch.float32)) - self.target(x0, noise, t)
         return difference.square().flatten(1).mean(1)
 
     def loss(self, model, x0, t, noise, labels=None, weighting="min-snr", gamma=5.0):
@@ -160,6 +160,8 @@ class Denoiser:
         self.model, self.diffusion = model, diffusion
         abar = diffusion.alphas_cumprod
         self.timesteps = ((abar > 0) & (abar < 1)).nonzero()[:, 0]
+        if len(self.timesteps) < 2:
+            raise ValueError("this schedule has fewer than two timesteps with both signal and noise: nothing to sample along")
         self.sigmas = ((1 - abar) / abar).sqrt()[self.timesteps]                # increasing, float64, on the CPU
         self.sigma_min, self.sigma_max = self.sigmas[0].item(), self.sigmas[-1].item()
         parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
@@ -180,13 +182,13 @@ class Denoiser:
 
     def __call__(self, x, sigma, labels=None, guidance=1.0, guidance_interval=None):
         sigma, t = float(sigma), self.timestep(sigma).item()
+        if guidance != 1 and (getattr(self.model, "num_classes", None) is None or not self.model.null_label):
+            raise ValueError("guidance needs a class-conditional model that also learned to do without labels")
+        if guidance != 1 and labels is None:
+            raise ValueError("guidance needs labels")
         first, last = guidance_interval or (0, self.diffusion.timesteps)
         if guidance == 1 or not first <= t <= last:
             return self._predict_x0(x, sigma, t, labels)
-        if getattr(self.model, "num_classes", None) is None or not self.model.null_label:
-            raise ValueError("guidance needs a class-conditional model that also learned to do without labels")
-        if labels is None:
-            raise ValueError("guidance needs labels")
         no_label = torch.full_like(labels, self.model.num_classes)
         both = self._predict_x0(torch.cat([x, x]), sigma, t, torch.cat([labels, no_label]))     # one call is faster than two
         x0_labels, x0_none = both.chunk(2)
@@ -208,13 +210,14 @@ class Denoiser:
 # ---------------------------------------------------------------------------------------------------------------------
 # Randomness
 
-def random_stream(seed, purpose, *place):
-    """A generator of random numbers that depends on (seed, purpose, place) alone: up to two integers say where a sample stands.
+def random_stream(seed, purpose, place=0, place_within=0):
+    """A generator of random numbers that depends on these alone: integers >= 0, and a word that says what the numbers are for.
 
     Philox (Salmon et al. 2011) is counter-based: any place of the sequence is reached at once. So a training step or an
     image is the same whatever came before it and whichever process draws it, and nothing needs saving to resume.
     """
-    return np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(purpose.encode())], counter=[0, 0, *place, *[0] * (2 - len(place))]))
+    key, counter = [seed, zlib.crc32(purpose.encode())], [0, 0, place, place_within]
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,12 +237,12 @@ def main():
         print(f"                 {t:3d}   {abar.sqrt():.4f}   {(1 - abar).sqrt():.4f}   {snr:10.3g}   {min_snr[t]:.3g}")
 
     steps = torch.arange(0, 1000, 111)                                          # 0, 111, ..., 999
-    digit = torch.from_numpy(np.array(draw_digit(5, 0, 32, 32))).permute(2, 0, 1)[None] / 127.5 - 1
+    digit = torch.from_numpy(np.array(draw_digit(5, random_stream(0, "lesson").random(13), 32, 32))).permute(2, 0, 1)[None] / 127.5 - 1
     noise = torch.from_numpy(random_stream(0, "lesson").standard_normal((1, 3, 32, 32), dtype=np.float32))
     rows = [Diffusion(name).add_noise(digit.expand(10, -1, -1, -1), noise, steps) for name in SCHEDULES]
     strip = titled(image_grid(to_uint8(torch.cat(rows)), columns=10), "x_t at t = 0, 111, ..., 999", list(SCHEDULES))
     chart = line_chart([{"title": "signal-to-noise ratio", "x": "timestep t", "log_y": True,
-                         "lines": {name: (range(1000), Diffusion(name).snr) for name in SCHEDULES}}], width=strip.width)
+                         "lines": {name: (range(1, 1000), Diffusion(name).snr[1:]) for name in SCHEDULES}}], width=strip.width)
     save_picture(side_by_side([strip, chart], columns=1), "runs/lessons/diffusion.png")
     print("\nSee in runs/lessons/diffusion.png: the schedules end alike, in noise, but spend their steps at different noise levels.")
 

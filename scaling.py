@@ -37,7 +37,7 @@ class LearnedScale(nn.Module):
     def forward(self, skip):
         a = skip.flatten(2).mean(2)                                             # (B, n)
         kappa = torch.sigmoid(self.fc2(torch.relu(self.fc1(a))))                # (B, n)
-        return kappa.to(skip.dtype).view(*kappa.shape, *[1] * (skip.dim() - 2))
+        return kappa.view(*kappa.shape, *[1] * (skip.dim() - 2))
 
 
 class SkipScaling(nn.Module):

@@ -50,7 +50,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import sample
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream
 from scaling import MODES
-from weighting import CHANGE_OF_VARIABLE, WEIGHTINGS, loss_weight
+from weighting import CHANGE_OF_VARIABLE, PARETO_SOLVERS, WEIGHTINGS, gradient_gram, loss_weight, pareto_weights
 
 BINS = 4            # of t, for the error in the log: the loss is weighted, so that only the errors compare between runs
 
@@ -145,6 +145,39 @@ def to_device(batch, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Weights that are solved for: --weighting ugd or frank-wolfe
+
+PARETO_BATCH = 64       # images on which the gradients of all bins of timesteps are measured
+
+
+def solve_weights(run, step):
+    """Put Pareto-optimal weights on bins of timesteps into run.weights.   -> (bins,) weights on the x_0 loss, mean 1
+
+    Each bin is a task: the squared error of x_0 at its timesteps. All see the same images and noise, those of places behind
+    the global batch, which this step does not train on. One process solves, so that all have the same weights.
+    """
+    args, timesteps, bins = run.args, run.diffusion.timesteps, run.args.pareto_bins
+    table = torch.zeros(bins, device=run.device)
+    if run.rank == 0:
+        places = range(args.batch_size, args.batch_size + PARETO_BATCH)
+        x0, t, noise, labels = to_device(make_batch(run.data, args, timesteps, step, places), run.device)
+
+        def bin_losses():
+            for k in range(bins):
+                t_k = (t + timesteps * k) // bins                       # the k-th part of [0, T)
+                with run.autocast():
+                    error = run.diffusion.error(run.model, x0, t_k, noise, labels)
+                yield (error / run.error_scale[t_k]).mean()
+
+        gram = gradient_gram(bin_losses(), list(run.model.parameters()))
+        table += (bins * pareto_weights(gram, args.weighting, args.pareto_regularization)).to(table)
+    if run.processes > 1:
+        dist.broadcast(table, 0)
+    run.weights = table[torch.arange(timesteps, device=run.device) * bins // timesteps] / run.error_scale
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The log. Sums since the last row stay in one tensor on the device, so that adding never waits for it; they are divided by
 # the number of steps (the errors of a bin by its number of samples) when a row is written.
 
@@ -203,11 +236,17 @@ def read_log(path):
     return {name: [float(row[name]) for row in rows] for name in COLUMNS}
 
 
-def cut_log(path, step):
-    """Start log.csv, or take back the rows after the checkpoint that a resumed run goes on from."""
+def append_row(path, values):
+    """Write a row at the end of a .csv file."""
+    with open(path, "a") as file:
+        file.write(",".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values) + "\n")
+
+
+def cut_log(path, columns, step):
+    """Start a .csv file, or take back the rows after the checkpoint that a resumed run goes on from."""
     lines = path.read_text().splitlines()[1:] if path.exists() else []
-    kept = [line for line in lines if line.count(",") == len(COLUMNS) - 1 and int(line.split(",")[0]) <= step]
-    text = "".join(f"{line}\n" for line in [",".join(COLUMNS), *kept])
+    kept = [line for line in lines if line.count(",") == len(columns) - 1 and int(line.split(",")[0]) <= step]
+    text = "".join(f"{line}\n" for line in [",".join(columns), *kept])
     save_atomically(path, lambda file: file.write(text.encode()))
 
 
@@ -255,7 +294,7 @@ def save_checkpoint(run, step):
         dist.all_reduce(window)
     if run.rank == 0:
         state = {name: getattr(run, name).state_dict() for name in PARTS}
-        state |= {"step": step, "config": run.config, "window": window}
+        state |= {"step": step, "config": run.config, "window": window, "weights": run.weights}
         save_atomically(run.out / "checkpoint.pt", lambda file: torch.save(state, file))
 
 
@@ -340,7 +379,7 @@ def upright_turn(image):
 
 
 def to_rgb(image):
-    """Any PIL image -> RGB: alpha over white, 16 bits scaled to 8, floats taken as [0, 1], or [0, 255] if any is above 1."""
+    """Any PIL image -> RGB: alpha over white, 16 bits scaled to 8, floats as [0, 1], or [0, 255] if any is above 1."""
     if image.mode.startswith("I"):  # Pillow's own conversion would clip 16 bits at 255 instead of scaling
         image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     elif image.mode == "F":
@@ -408,7 +447,7 @@ def decode_chunk(pictures, indices, args):
 
 def decode_all(pictures, args):
     """Yield decode_chunk's results in order. Only a few chunks are in flight: memory does not grow with the data."""
-    workers, count = os.cpu_count() or 1, len(pictures.names)
+    workers, count = min(os.cpu_count() or 1, 32), len(pictures.names)
     waiting = deque()
     with ThreadPoolExecutor(workers) as pool, warnings.catch_warnings():
         warnings.simplefilter("ignore")             # remarks on odd metadata, without the file's name
@@ -501,7 +540,7 @@ def cached_images(args, sources, count, load, say):
     shown = ", ".join(f"{name} ({reason})" for name, reason in damaged[:5])
     more = f" and {len(damaged) - 5:,} more" if len(damaged) > 5 else ""
     failures = f"{len(damaged):,} of {found:,} files could not be read: {shown}{more}"
-    announce(args, found - len(damaged), report["shape"], report["classes"], say, report["notes"])
+    announce(args, "images", found - len(damaged), report["shape"], report["classes"], say, report["notes"])
     if damaged and (not args.skip_damaged or len(damaged) == found):
         shutil.rmtree(folder, ignore_errors=True)   # a file may be mended without a trace in its size and time
         raise ValueError(f"--data {args.data}: {failures}; repair or remove them, or give --skip-damaged")
@@ -511,8 +550,8 @@ def cached_images(args, sources, count, load, say):
     return Data(np.load(folder / "images.npy", mmap_mode="r"), labels, report["classes"])
 
 
-def announce(args, count, shape, classes, say, notes=()):
-    line = f"{args.data}: {count:,} of shape {'x'.join(map(str, shape))}, "
+def announce(args, kind, count, shape, classes, say, notes=()):
+    line = f"{args.data}: {count:,} {kind} of {'x'.join(map(str, shape))}, "
     if classes is None:
         line += "unlabelled"
     else:
@@ -540,12 +579,12 @@ def draw_digit(digit, numbers, height, width):
     dark = colorsys.hsv_to_rgb(hue, 0.4 + 0.5 * a, 0.1 + 0.3 * b)
     light = colorsys.hsv_to_rgb(other_hue, 0.1 + 0.3 * c, 0.85 + 0.15 * d)
     ground, ink = (dark, light) if swap < 0.5 else (light, dark)
-    shade = (255 - 50 * abs(shade_y - np.arange(height)[:, None] / height)
-             - 50 * abs(shade_x - np.arange(width) / width))                      # (H, W)
+    shade = (255 - 35 * abs(shade_y - np.arange(height)[:, None] / height)
+             - 35 * abs(shade_x - np.arange(width) / width))                      # (H, W)
     image = Image.fromarray((shade[..., None] * ground).astype(np.uint8))
 
-    side, scale, angle = min(height, width), 0.8 + 0.3 * size, math.radians(24 * turn - 12)
-    reach = 0.42 * scale * side                     # from the middle of the digit to its ends
+    side, scale, angle = min(height, width), 0.75 + 0.3 * size, math.radians(24 * turn - 12)
+    reach = 0.45 * scale * side                     # from the middle of the digit to its ends
     x, y = reach + (width - 2 * reach) * across, reach + (height - 2 * reach) * down
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
     to_glyph = (cos, sin, side / 2 - cos * x - sin * y, -sin, cos, side / 2 + sin * x - cos * y)
@@ -564,7 +603,7 @@ def load_digits(args, say):
 # -- CIFAR-10 (Krizhevsky 2009)
 
 class NumpyStandIn:
-    """Keeps what the pickle says of a numpy object and does nothing with it: numpy itself would trust its every word."""
+    """Keeps what a pickle says of a numpy object and does nothing with it: numpy itself would trust its every word."""
     def __init__(self, *_):
         self.state = None
 
@@ -600,7 +639,7 @@ def read_batch(name, raw):
         pixels = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
         labels = np.array(batch["labels"])
     if len(labels) == 0 or pixels.shape != (len(labels), 3072) or not np.isin(labels, range(10)).all():
-        raise ValueError(f"{name} holds pixels {pixels.shape} and labels {labels.shape}, not (n, 3072) and n from 0 to 9")
+        raise ValueError(f"{name} holds pixels {pixels.shape}, labels {labels.shape}, not (n, 3072) and n from 0 to 9")
     return pixels, labels.astype(np.int64)
 
 
@@ -627,7 +666,8 @@ def read_cifar10(path):
         raise ValueError(f"its batches hold {', '.join(str(len(batch)) for batch in labels)} images, not equally many")
     classes = CIFAR10_CLASSES
     if "batches.meta" in files:
-        classes = [name.decode() for name in unpickle(files["batches.meta"])["label_names"]]
+        names = unpickle(files["batches.meta"])["label_names"]
+        classes = [name.decode() if isinstance(name, bytes) else name for name in names]
     elif "batches.meta.txt" in files:
         classes = files["batches.meta.txt"].decode().split()
     if len(classes) != 10:
@@ -639,7 +679,7 @@ def read_cifar10(path):
 def check_cifar10(path, say):
     official = CIFAR10_MD5.get(path.name)
     if official and md5(path) != official:
-        say(f"{path} is not the official archive (md5 {md5(path)}, not {official}): used if its batches are whole")
+        say(f"{path} is not the official archive (its md5 is not {official}): used if its batches are whole")
     try:
         return read_cifar10(path)
     except Exception as error:      # a torn archive or pickle fails in a dozen ways
@@ -752,8 +792,8 @@ def map_npy(path, offset=0):
         file.seek(offset)
         version = form.read_magic(file)
         shape, fortran, dtype = (form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0)(file)
-        if dtype not in (np.uint8, np.float16, np.float32):
-            raise ValueError(f"it is {dtype}, where images are uint8 and latents float16 or float32")
+        if dtype not in (np.uint8, np.float16, np.float32) or 0 in shape:
+            raise ValueError(f"it holds {dtype} of shape {shape}; images are uint8, latents float16 or float32")
         return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
 
 
@@ -819,17 +859,17 @@ def load_array(args, say):
             raise ValueError(f"--data {args.data} holds uint8 of shape {array.shape}: "
                              "images are (N, H, W) or (N, H, W, C), C up to 4")
         if args.crop or array.shape[1:] != (*args.size, 1 if args.gray else 3):
-            key = [source(args.data), labels is not None and zlib.crc32(labels)]
+            key = [source(args.data), None if labels is None else zlib.crc32(labels)]
             return cached_images(args, key, len(array), lambda: array_pictures(array, labels, classes), say)
     data = Data(array, labels, classes)
-    announce(args, len(array), data.shape, classes, say)
+    announce(args, "latents" if data.latents else "images", len(array), data.shape, classes, say)
     return data
 
 
 def load_data(args, say=print):
     """--data -> Data, every image decoded once into --cache; say(line) prints what was found.
 
-    A user's mistake is a ValueError or OSError of one line; damaged files too, unless --skip-damaged leaves them out."""
+    A user's mistake is a ValueError or OSError of one line; so is a damaged file, unless --skip-damaged."""
     path = Path(args.data)
     if args.data == "digits":
         return load_digits(args, say)
@@ -947,8 +987,8 @@ def build_parser():
     add("--skip-scaling", choices=MODES, help="coefficients of the long skips (default: ls; none for vit, which has no long skips)")
     add("--kappa", type=float, default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
     add("--heads", type=whole, default=4, help="attention heads")
-    add("--channels", type=whole, default=32, help="unet: width of the first level")
-    add("--channel-mult", type=integers, default=(1, 2, 2), metavar="M,M,..", help="unet: width of each level, times --channels")
+    add("--channels", type=whole, default=16, help="unet: width of the first level")
+    add("--channel-mult", type=integers, default=(1, 2, 4), metavar="M,M,..", help="unet: width of each level, times --channels")
     add("--blocks", type=whole, default=1, help="unet: residual blocks of a level")
     add("--attention", type=integers, default=(8,), metavar="H,H,..", help="unet: feature-map heights with attention")
     add("--head-channels", type=whole, help="unet: channels of a head, instead of --heads")
@@ -966,8 +1006,11 @@ def build_parser():
     add("--prediction", choices=("x0", "eps", "v"), default="x0", help="what the network says")
     add("--schedule", choices=SCHEDULES, default="cosine", help="noise schedule")
     add("--zero-terminal-snr", action=on_off, default=False, help="rescale the schedule to end in pure noise")
-    add("--weighting", choices=WEIGHTINGS, default="min-snr", help="loss weight over timesteps, stated for x0")
-    add("--gamma", type=float, default=5.0, help="of min-snr, soft-min-snr, max-snr and p2")
+    add("--weighting", choices=(*WEIGHTINGS, *PARETO_SOLVERS), default="min-snr", help="loss weight over timesteps, stated for x0")
+    add("--gamma", type=float, default=5.0, help="of min-snr and soft-min-snr; in the papers max-snr and p2 have 1")
+    add("--pareto-every", type=whole, default=100, help="ugd, frank-wolfe: steps between solutions for the weights")
+    add("--pareto-bins", type=whole, default=20, help="ugd, frank-wolfe: bins of timesteps, each with one weight")
+    add("--pareto-regularization", type=float, default=0.0, help="ugd, frank-wolfe: lambda of lambda |w|^2")
     add("--label-dropout", type=float, default=0.1, help="share of labels withheld, for guidance; 0 = the model needs labels")
     add = p.add_argument_group("optimisation").add_argument
     add("--steps", type=whole, default=1500, help="optimiser steps in all")
@@ -1004,7 +1047,9 @@ VIT_FLAGS = {"patch", "width", "depth"}
 
 def preset_args(preset, given=()):
     """The flags' defaults, then the preset's, then those given.   -> argparse.Namespace"""
-    return argparse.Namespace(**{**vars(build_parser().parse_args([])), **PRESETS[preset], "preset": preset, **dict(given)})
+    args = argparse.Namespace(**{**vars(build_parser().parse_args([])), **PRESETS[preset], "preset": preset, **dict(given)})
+    args.skip_scaling = args.skip_scaling or ("none" if args.backbone == "vit" else "ls")
+    return args
 
 
 def parse_args(argv=None):
@@ -1032,14 +1077,13 @@ def check_args(args, given):
     wrong = [name for name in given if name in other]
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is not a flag of --backbone {args.backbone}")
-    if args.backbone == "vit" and args.skip_scaling not in (None, "none"):
+    if args.backbone == "vit" and args.skip_scaling != "none":
         raise ValueError(f"--skip-scaling {args.skip_scaling}: --backbone vit has no long skips to scale")
-    args.skip_scaling = args.skip_scaling or ("none" if args.backbone == "vit" else "ls")
-    at_least_1 = ("steps", "batch_size", "log_every", "sample_every", "save_every", "heads", "channels", "blocks", "patch", "width", "depth")
+    at_least_1 = ("steps", "batch_size", "log_every", "sample_every", "save_every", "pareto_every", "pareto_bins", "heads", "channels", "blocks", "patch", "width", "depth")
     rules = [(name, getattr(args, name) >= 1, "at least 1") for name in at_least_1]
     rules += [(name, getattr(args, name) is None or getattr(args, name) >= 1, "at least 1") for name in ("crop", "micro_batch", "head_channels")]
     rules += [(name, 0 < getattr(args, name) < math.inf, "a positive number") for name in ("lr", "gamma")]
-    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay")]
+    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay", "pareto_regularization")]
     rules += [(name, 0 <= getattr(args, name) < 1, "in [0, 1)") for name in ("dropout", "ema", "label_dropout")]
     rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
               ("betas", all(0 <= beta < 1 for beta in args.betas), "two numbers in [0, 1)"),
@@ -1122,7 +1166,9 @@ def build(args, say):
     config = {"flags": vars(args), "model": model_config(args, data.shape, len(classes) or None), "diffusion": process,
               "data": {"shape": tuple(data.shape), "classes": classes, "latents": data.latents, "images": len(data.images)}}
     diffusion = Diffusion(**process)
-    weights = loss_weight(diffusion.snr, args.weighting, args.gamma, args.prediction)
+    weights = torch.zeros(diffusion.timesteps)                          # solved for at the first step, or:
+    if args.weighting in WEIGHTINGS:
+        weights = loss_weight(diffusion.snr, args.weighting, args.gamma, args.prediction)
     torch.manual_seed(args.seed)
     model = sample.build_model(config["model"])
     if args.weights:
@@ -1156,10 +1202,13 @@ def begin(run):
         for name in PARTS:
             getattr(run, name).load_state_dict(checkpoint[name])
         run.window += checkpoint["window"].to(run.device) * (run.rank == 0)         # it holds the sums of all processes
+        run.weights = checkpoint["weights"].to(run.device)
     if run.rank == 0:
         (run.out / "samples").mkdir(parents=True, exist_ok=True)
         save_atomically(run.out / "config.json", lambda out: out.write(json.dumps(run.config, indent=1).encode()))
-        cut_log(run.out / "log.csv", checkpoint["step"])
+        cut_log(run.out / "log.csv", COLUMNS, checkpoint["step"])
+        if args.weighting in PARETO_SOLVERS:
+            cut_log(run.out / "pareto.csv", ["step", *(f"weight_{k}" for k in range(args.pareto_bins))], checkpoint["step"])
     if not args.resume:
         save_checkpoint(run, 0)                             # a disk that is full shows now, and a kill at any time can resume
     return checkpoint["step"]
@@ -1241,6 +1290,10 @@ def train(run, start):
             group["lr"] = learning_rate(args, step)
         if args.dropout:
             torch.manual_seed(int(random_stream(args.seed, "dropout", step, run.rank).integers(2**62)))
+        if args.weighting in PARETO_SOLVERS and step % args.pareto_every == 0:
+            weights = solve_weights(run, step)
+            if run.rank == 0:
+                append_row(run.out / "pareto.csv", [step + 1, *weights.tolist()])        # the first step that uses them
         loss, errors, norm = train_step(model, run, batches)
         update_ema(run.ema, run.model, args.ema, step)
         t = torch.cat([batch[1] for batch in batches])
@@ -1254,8 +1307,7 @@ def train(run, start):
         row = take_row(run, done, progress.rate(done)) if log else None
         if run.rank == 0:
             if row:
-                with open(run.out / "log.csv", "a") as file:
-                    file.write(",".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row.values()) + "\n")
+                append_row(run.out / "log.csv", row.values())
             progress.show(done, row)
         paused = time.time()
         if run.rank == 0 and (draw or last):

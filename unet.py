@@ -13,6 +13,7 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,8 +39,12 @@ def zero(module):
 
 
 def norm(channels):
-    """Group norm with 32 groups, or as many as divide the channels evenly."""
-    return nn.GroupNorm(math.gcd(32, channels), channels)
+    """Group norm with 32 groups; where 32 does not divide the channels, with up to 4, so that narrow groups stay statistics.
+
+    At exactly 32 channels each is a group of its own, as in the published code, and an embedding that was added before the
+    norm is taken out by it: such a level needs scale-shift to know the timestep.
+    """
+    return nn.GroupNorm(32 if channels % 32 == 0 else math.gcd(4, channels), channels)
 
 
 class Downsample(nn.Module):
@@ -112,7 +117,7 @@ class Attention(nn.Module):
     def forward(self, x, emb):
         batch, channels, height, width = x.shape
         qkv = self.qkv(self.norm(x)).view(batch, 3, self.heads, channels // self.heads, height * width)
-        q, k, v = qkv.transpose(3, 4).unbind(1)                                 # each (B, heads, H * W, C / heads)
+        q, k, v = qkv.transpose(3, 4).contiguous().unbind(1)                    # each (B, heads, H * W, C / heads), contiguous
         h = F.scaled_dot_product_attention(q, k, v)
         return x + self.out(h.transpose(2, 3).reshape(batch, channels, height, width))
 
@@ -158,6 +163,9 @@ class UNet(nn.Module):
         if height % self.multiple or width % self.multiple:
             raise ValueError(f"size {height}x{width} must be divisible by {self.multiple}, since {levels} levels halve it "
                              f"{levels - 1} times")
+        if not scale_shift_norm and all(norm(channels * mult).num_groups == channels * mult for mult in channel_mult):
+            raise ValueError(f"{channels} channels with channel_mult {tuple(channel_mult)} put each channel into a norm group of its own, "
+                             f"which takes out an added embedding: use scale_shift_norm or more channels")
         self.num_classes, self.null_label, self.checkpointing = num_classes, null_label, False
         self.channels, self.in_channels = channels, in_channels
 
@@ -265,12 +273,14 @@ def load_published(model, state_dict, attention_order="new"):
         for theirs, ours in RENAMED:
             name = name.replace(f".{theirs}.", f".{ours}.")
         owner, _, leaf = name.strip(".").rpartition(".")
-        if owner.endswith(".qkv") and attention_order == "legacy":
-            heads = model.get_submodule(owner.removesuffix(".qkv")).heads
-            value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
         if owner.endswith((".qkv", ".out")) and leaf == "weight":
             value = value.unsqueeze(-1)                                         # a convolution over a line of positions
         renamed[f"{owner}.{leaf}"] = value
+    heads = {f"{name}.qkv": module.heads for name, module in model.named_modules() if isinstance(module, Attention)}
+    for name, value in renamed.items() if attention_order == "legacy" else ():
+        rows = 3 * heads.get(name.rpartition(".")[0], 0)
+        if rows and len(value) % rows == 0:
+            renamed[name] = value.unflatten(0, (rows // 3, 3, -1)).transpose(0, 1).flatten(0, 2)
     try:
         model.load_state_dict(renamed)
     except RuntimeError as error:
@@ -285,7 +295,7 @@ def print_parts(model, parts, x, t):
     shapes, flops = {}, FlopCounterMode(display=False)
     for name, module in parts:
         module.register_forward_hook(lambda module, inputs, output, name=name: shapes.update({name: tuple(output.shape[1:])}))
-    with flops, torch.no_grad():
+    with flops, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):                  # the counter knows no other kernel on a CPU
         model(x, t)
     counts = {name.partition(".")[2]: sum(kinds.values()) for name, kinds in flops.get_flop_counts().items()}
     print(f"{'part':14s} {'layers':34s} {'output':>14s} {'parameters':>11s} {'multiply-adds':>14s}")

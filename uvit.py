@@ -11,6 +11,7 @@ Shapes: x (B, C, H, W)   tokens (B, L, D), L = extra tokens + (H / patch) * (W /
 """
 
 import math
+import re
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ def sinusoid(t, width):
 
     Vaswani et al. 2017, Section 3.5. Always in float32: bf16 rounds 937 to 936.
     """
-    frequency = 10000 ** (-torch.arange(width // 2, device=t.device, dtype=torch.float32) / (width // 2))
+    frequency = torch.exp(torch.arange(width // 2, device=t.device, dtype=torch.float32) * (-math.log(10000) / (width // 2)))
     angle = t.float()[:, None] * frequency                                      # (B, width // 2)
     return F.pad(torch.cat([angle.cos(), angle.sin()], 1), (0, width % 2))
 
@@ -218,23 +219,22 @@ def load_published(model, state_dict):
     attention has no bias on the keys, which the softmax would cancel: ours is filled with zeros.
     A learned skip scaling that the file does not know keeps its fresh weights.   ValueError: names what does not fit.
     """
-    renamed = {name: value for name, value in model.state_dict().items() if name.startswith("skip_scaling.")}
+    renamed = {}
     for name, value in state_dict.items():
         name = f".{name}."
         for theirs, ours in RENAMED:
             name = name.replace(f".{theirs}.", f".{ours}.")
+        if isinstance(model, UViT) and "se.0.layer1.weight" in state_dict:      # they count from the innermost skip
+            name = re.sub(r"networks\.(\d+)", lambda i: f"networks.{len(model.decoder) - 1 - int(i[1])}", name)
         renamed[name.strip(".")] = value
-    if isinstance(model, ViT):
-        if "time.weight" in renamed:
-            renamed["time.weight"] = renamed["time.weight"][:model.time.num_embeddings]
-        for name in [name for name in renamed if name.endswith(".q_bias")]:
-            q, v = renamed.pop(name), renamed.pop(name.replace("q_bias", "v_bias"))
-            renamed[name.replace("q_bias", "qkv.bias")] = torch.cat([q, torch.zeros_like(q), v])
-    elif any(name.startswith("se.0.") for name in state_dict):                  # they count from the innermost skip
-        learned = {name: value for name, value in renamed.items() if name.startswith("skip_scaling.networks.")}
-        for name, value in learned.items():
-            _, _, i, rest = name.split(".", 3)
-            renamed[f"skip_scaling.networks.{len(model.decoder) - 1 - int(i)}.{rest}"] = value
+    if isinstance(model, ViT) and "time.weight" in renamed:
+        renamed["time.weight"] = renamed["time.weight"][:model.time.num_embeddings]
+    for owner in [name.removesuffix("q_bias") for name in renamed if name.endswith(".q_bias")]:
+        if owner + "v_bias" in renamed:
+            q, v = renamed.pop(owner + "q_bias"), renamed.pop(owner + "v_bias")
+            renamed[owner + "qkv.bias"] = torch.cat([q, torch.zeros_like(q), v])
+    if not any(name.startswith("skip_scaling.") for name in renamed):
+        renamed |= {name: value for name, value in model.state_dict().items() if name.startswith("skip_scaling.")}
     try:
         model.load_state_dict(renamed)
     except RuntimeError as error:

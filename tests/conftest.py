@@ -1,0 +1,110 @@
+"""What several test files share.   python -m pytest tests"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)                                # for networks this small, more threads only wait
+
+# One process imports torch once and forks for every command: each still runs as a process of its own, as a user runs it
+SERVER = """
+import json, os, resource, runpy, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch, sample, train
+torch.set_num_threads(1)
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, name in (1, "stdout"), (2, "stderr"):
+            os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.chdir(job["cwd"])
+        os.environ.update(job["env"])
+        if job["largest_file"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+        sys.argv, code = job["command"], 1
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    if job["kill_after"]:
+        time.sleep(job["kill_after"])
+        os.kill(child, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def command_server():
+    server = subprocess.Popen([sys.executable, "-c", SERVER, str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+    yield server
+    server.stdin.close()
+    server.wait()
+
+
+@pytest.fixture
+def command(command_server, tmp_path):
+    """A function that runs one of the project's commands, command("train.py", "--steps", "3"), in an empty folder.
+
+    kill_after: seconds until SIGKILL   largest_file: bytes after which a write fails, as on a full disk   env: variables
+    """
+    def run(file, *arguments, cwd=tmp_path, kill_after=None, largest_file=None, **env):
+        job = {"command": [str(ROOT / file), *map(str, arguments)], "cwd": str(cwd), "env": env,
+               "kill_after": kill_after, "largest_file": largest_file,
+               "stdout": str(tmp_path / "stdout"), "stderr": str(tmp_path / "stderr")}
+        command_server.stdin.write(json.dumps(job) + "\n")
+        command_server.stdin.flush()
+        code = int(command_server.stdout.readline())
+        return subprocess.CompletedProcess(job["command"], code, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text())
+    return run
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """The path of an .npz with 24 images of 8x8 pixels in three classes that are easy to tell apart."""
+    rng, labels = np.random.default_rng(0), np.arange(24) % 3
+    images = rng.integers(0, 60, (24, 8, 8, 3), dtype=np.uint8)
+    for image, label in zip(images, labels):
+        image[..., label] += 180
+    np.savez(tmp_path / "pictures.npz", arr_0=images, arr_1=labels)
+    return tmp_path / "pictures.npz"
+
+
+@pytest.fixture
+def randomize():
+    """A function that fills every parameter of a module with noise, the ones that start at zero too, and returns it."""
+    def fill(module, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in module.named_parameters():
+            noise = torch.randn(p.shape, generator=generator).to(p.dtype)
+            if p.dim() > 1:
+                p.data = noise / p[0].numel() ** 0.5
+            else:
+                p.data = 0.2 * noise + name.endswith("weight")                  # norms near 1, biases near 0
+        return module
+    return fill
+
+
+@pytest.fixture
+def run_lesson(command):
+    """A function that runs `python <module>.py` from an empty folder and returns what it printed."""
+    def run(module):
+        done = command(f"{module}.py")
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        return done.stdout
+    return run

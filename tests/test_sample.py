@@ -1,0 +1,358 @@
+"""sample.py: the samplers on distributions whose answer is known, pictures, and the command as a user runs it."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+
+import sample
+from diffusion import Denoiser, Diffusion
+from unet import UNet
+
+
+class GaussianDenoiser:
+    """The exact D of data from N(mean, std^2) at any sigma, and how often it was asked."""
+    sigma_min, sigma_max = 0.002, 80.0
+
+    def __init__(self, mean=0.0, std=0.5):
+        self.mean, self.std, self.asked = mean, std, []
+
+    def round_sigma(self, sigma):
+        return torch.as_tensor(sigma, dtype=torch.float64)
+
+    def __call__(self, x, sigma, labels=None, guidance=1.0, guidance_interval=None):
+        self.asked.append(float(sigma))
+        return self.mean + (x - self.mean) * self.std**2 / (self.std**2 + float(sigma)**2)
+
+    def solution(self, noise):
+        """Where the ODE ends: x - mean shrinks with sqrt(std^2 + sigma^2)."""
+        return self.mean + (80.0 * noise.double() - self.mean) * self.std / math.sqrt(self.std**2 + 80.0**2)
+
+
+def relative_error(steps, **options):
+    denoiser = GaussianDenoiser()
+    end = sample.heun(denoiser, torch.ones(1, 1, 1, 1), steps=steps, **options)
+    return abs(end.item() / denoiser.solution(torch.ones(1)).item() - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samplers
+
+def test_karras_sigmas():
+    sigmas = sample.karras_sigmas(18, 0.002, 80.0)
+    assert sigmas.shape == (19,) and sigmas.dtype == torch.float64
+    assert sigmas[0] == 80 and sigmas[17] == pytest.approx(0.002, rel=1e-12) and sigmas[18] == 0
+    np.testing.assert_allclose(sample.karras_sigmas(5, 0.002, 80.0), [80, 17.5278, 2.51522, 0.169753, 0.002, 0], rtol=1e-5)
+    assert sample.karras_sigmas(1, 0.002, 80.0).tolist() == [80, 0]
+    ramp = sample.karras_sigmas(9, 0.1, 10.0, rho=3.0)[:-1] ** (1 / 3)
+    torch.testing.assert_close(ramp.diff(), ramp.diff()[:1].expand(8))
+    with pytest.raises(ValueError, match="steps"):
+        sample.karras_sigmas(0, 0.002, 80.0)
+
+
+def test_heun_has_the_known_errors_and_falls_with_every_step():
+    errors = [relative_error(n) for n in range(4, 21)]
+    assert errors == sorted(errors, reverse=True)                   # no parity effect
+    for n, error in (18, 0.0553), (36, 0.01221), (72, 0.00287), (144, 0.00069):
+        assert relative_error(n) == pytest.approx(error, rel=0.01)
+    assert relative_error(18, solver="euler") == pytest.approx(0.154, rel=0.01)
+    assert all(math.isfinite(relative_error(n)) for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize("solver, order", [("euler", 1), ("heun", 2), ("dpm++2m", 2)])
+def test_order_of_convergence(solver, order):
+    coarse, fine = relative_error(200, solver=solver), relative_error(400, solver=solver)
+    assert order - 0.15 < math.log2(coarse / fine) < order + 0.35
+
+
+@pytest.mark.parametrize("solver, calls", [("euler", lambda n: n), ("heun", lambda n: 2 * n - 1), ("dpm++2m", lambda n: n)])
+def test_number_of_model_calls(solver, calls):
+    for n in (1, 2, 5, 18):
+        denoiser = GaussianDenoiser()
+        sample.heun(denoiser, torch.ones(1, 1, 1, 1), steps=n, solver=solver)
+        assert len(denoiser.asked) == calls(n)
+
+
+@pytest.mark.parametrize("prediction", ["x0", "eps", "v"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "vp"])
+def test_ideal_model_gives_samples_with_the_data_s_mean_and_variance(schedule, prediction):
+    """Through the whole chain: a model that knows N(0.3, 0.5^2), Diffusion, Denoiser, Heun."""
+    diffusion = Diffusion(schedule, prediction)
+
+    def model(x, t, labels=None):
+        abar = diffusion.alphas_cumprod[t].view(-1, 1, 1, 1)
+        x0 = 0.3 + (x - abar.sqrt() * 0.3) * abar.sqrt() * 0.25 / (abar * 0.25 + 1 - abar)
+        eps = (x - abar.sqrt() * x0) / (1 - abar).sqrt()
+        return {"x0": x0, "eps": eps, "v": abar.sqrt() * eps - (1 - abar).sqrt() * x0}[prediction]
+
+    noise = torch.randn(4000, 1, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x0 = sample.heun(Denoiser(model, diffusion), noise, steps=60)
+    assert x0.mean() == pytest.approx(0.3 + 0.5 * noise.mean().item(), abs=0.01)
+    assert x0.std() == pytest.approx(0.5 * noise.std().item(), rel=0.02)
+
+
+def test_churn_keeps_the_distribution_and_draws_only_inside_its_range():
+    noise = torch.randn(20000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
+    generator, draws = torch.Generator().manual_seed(1), []
+
+    def churn_noise(x):
+        draws.append(1)
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    x0 = sample.heun(GaussianDenoiser(0.3, 0.5), noise, steps=64, churn=20, churn_range=(0.05, 50.0), churn_noise=churn_noise)
+    assert x0.mean() == pytest.approx(0.3, abs=0.02) and x0.std() == pytest.approx(0.5, rel=0.03)
+    sigmas = sample.karras_sigmas(64, 0.002, 80.0)[:-1]
+    assert len(draws) == ((sigmas >= 0.05) & (sigmas <= 50)).sum()
+
+
+def test_churn_raises_sigma_by_the_papers_gamma():
+    denoiser = GaussianDenoiser()
+    sample.heun(denoiser, torch.ones(1, 1, 1, 1), steps=10, churn=2.0, solver="euler")
+    np.testing.assert_allclose(denoiser.asked, 1.2 * sample.karras_sigmas(10, 0.002, 80.0)[:-1], rtol=1e-12)      # 1 + S_churn / N
+    denoiser = GaussianDenoiser()
+    sample.heun(denoiser, torch.ones(1, 1, 1, 1), steps=10, churn=40.0, solver="euler")
+    np.testing.assert_allclose(denoiser.asked, math.sqrt(2) * sample.karras_sigmas(10, 0.002, 80.0)[:-1], rtol=1e-12)
+
+
+def test_any_number_of_steps_works_on_a_coarse_grid():
+    """As many noise levels as there are timesteps: some round to the same point, and nothing divides by zero."""
+    diffusion = Diffusion("cosine", "x0", timesteps=10)
+    for solver in sample.SOLVERS:
+        for steps in range(1, 11):
+            x0 = sample.heun(Denoiser(lambda x, t, labels=None: 0.5 * x, diffusion), torch.ones(1, 1, 2, 2), steps=steps, solver=solver)
+            assert x0.isfinite().all()
+
+
+def test_unknown_solver_and_churn_with_memory_are_refused():
+    with pytest.raises(ValueError, match="heun, euler"):
+        sample.heun(GaussianDenoiser(), torch.ones(1, 1, 1, 1), solver="ddpm")
+    with pytest.raises(ValueError, match="churn"):
+        sample.heun(GaussianDenoiser(), torch.ones(1, 1, 1, 1), solver="dpm++2m", churn=1.0)
+
+
+def test_untrained_eps_model_stays_finite(randomize):
+    """1 / alpha is 20,000 at the end of the cosine schedule; the sampler starts at sigma = 80."""
+    model = randomize(UNet(8, channels=8, channel_mult=(1, 2), attention=(), heads=2)).eval()
+    for steps in (1, 10, 50):
+        assert sample.heun(Denoiser(model, Diffusion("cosine", "eps")), torch.randn(2, 3, 8, 8), steps=steps).isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images and pictures
+
+def test_image_k_depends_on_seed_and_k_alone(randomize):
+    model = randomize(UNet(8, channels=8, channel_mult=(1, 2), attention=(4,), heads=2, num_classes=3)).eval()
+    denoiser = Denoiser(model, Diffusion())
+
+    def draw(indices, seed=0):
+        return sample.generate(denoiser, (3, 8, 8), seed, indices, [k % 3 for k in indices], steps=4, churn=5.0)
+
+    together, alone = draw(range(6)), torch.cat([draw([k]) for k in range(6)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)           # up to the order of additions
+    assert torch.equal(together, draw(range(6))) and not torch.allclose(together, draw(range(6), seed=1))
+
+
+def test_uint8_rounds_and_refuses_nan():
+    x = torch.tensor([-1.0, 0.0, 1.0, 2.0, -3.0, 0.5]).view(1, 1, 2, 3)
+    assert sample.to_uint8(x).flatten().tolist() == [0, 128, 255, 255, 0, 191]
+    for bad in float("nan"), float("inf"):
+        with pytest.raises(ValueError, match="nan or infinity"):
+            sample.to_uint8(torch.full((1, 3, 2, 2), bad))
+
+
+def test_a_grid_shows_every_image_in_its_place():
+    images = np.arange(7, dtype=np.uint8).reshape(7, 1, 1, 1) * np.full((1, 64, 64, 3), 30, np.uint8)
+    grid = np.asarray(sample.image_grid(images, columns=3, gap=2))
+    assert grid.shape == (3 * 66 + 2, 3 * 66 + 2, 3)
+    for k in range(7):
+        y, x = 2 + k // 3 * 66, 2 + k % 3 * 66
+        assert (grid[y:y + 64, x:x + 64] == 30 * k).all()
+    assert np.asarray(sample.image_grid(np.zeros((2, 64, 64, 1), np.uint8), 2)).ndim == 2
+
+
+def test_a_label_grid_has_a_row_for_each_class():
+    images = np.stack([np.full((64, 64, 3), value, np.uint8) for value in (10, 20, 30, 40, 50)])
+    sheet = np.asarray(sample.label_grid(images, [1, 0, 1, 0, 1], ["cat", "dog"], "title"))
+    left, top = sheet.shape[1] - 3 * 66 - 2, sheet.shape[0] - 2 * 66 - 2
+    assert [[int(sheet[top + 34 + 66 * r, left + 34 + 66 * c, 0]) for c in range(3)] for r in range(2)] == [[20, 40, 255], [10, 30, 50]]
+
+
+def test_a_chart_draws_each_line_where_its_points_are():
+    panel = {"title": "t", "x": "x", "lines": {"a": ([0, 1, 2], [1, 10, 100]), "b": ([0, 2], [float("nan"), 3])}, "log_y": True}
+    picture = sample.line_chart([panel])
+    pixels = np.asarray(picture)
+    blue = np.argwhere((pixels == [31, 119, 180]).all(-1) & (np.arange(460) < 400)[None])
+    assert len(blue) > 100
+    slope = np.polyfit(blue[:, 1], blue[:, 0], 1)[0]
+    assert slope == pytest.approx(-(300 - 66) / (460 - 70), rel=0.1)              # a straight line on the logarithmic axis
+    sample.line_chart([{"title": "empty", "x": "x", "lines": {}}, {"title": "flat", "x": "x", "lines": {"c": ([1, 2], [5, 5])}}])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+@pytest.fixture
+def runs(command, pictures, tmp_path):
+    """A class-conditional run, one without label dropout, and an unconditional one, of 8x8 pixels."""
+    tiny = ("--data", pictures, "--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2",
+            "--batch-size", "8", "--steps", "2", "--device", "cpu", "--precision", "fp32", "--lr", "0.02", "--warmup", "0")
+    for name, flags in ("run", []), ("always", ["--label-dropout", "0"]), ("plain", ["--unconditional"]):
+        assert command("train.py", *tiny, *flags, "--out", name).returncode == 0
+    return tmp_path
+
+
+def test_grid_folder_and_npz_hold_the_same_images(command, runs):
+    for out in "grid.png", "images/", "arrays.npz":
+        done = command("sample.py", "run", "--count", "7", "--steps", "3", "--out", out)
+        assert done.returncode == 0 and done.stderr == "" and "EMA" in done.stdout and "seed 0" in done.stdout, done.stderr
+    arrays = np.load(runs / "arrays.npz")
+    assert arrays["arr_0"].dtype == np.uint8 and arrays["arr_0"].shape == (7, 8, 8, 3) and arrays["arr_1"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert sorted(path.name for path in (runs / "images").iterdir()) == [*(f"{k:06d}.png" for k in range(7)), "labels.csv", "settings.json"]
+    for k in range(7):
+        assert np.array_equal(np.asarray(Image.open(runs / f"images/{k:06d}.png")), arrays["arr_0"][k])
+    lines = (runs / "images/labels.csv").read_text().splitlines()
+    assert lines[:2] == ["file,label,class,seed", "000000.png,0,0,0"] and len(lines) == 8
+    assert not list(runs.glob("*.partial"))
+
+
+def test_seed_batch_size_and_weights(command, runs):
+    def draw(*flags):
+        assert command("sample.py", "run", "--count", "5", "--steps", "3", "--out", "x.npz", *flags).returncode == 0
+        return np.load(runs / "x.npz")["arr_0"].astype(int)
+
+    usual = draw()
+    assert np.array_equal(usual, draw()) and abs(usual - draw("--batch-size", "2")).max() <= 1
+    for other in ("--seed", "1"), ("--raw",), ("--labels", "2"), ("--guidance", "4"), ("--churn", "20"), ("--solver", "dpm++2m"):
+        assert abs(usual - draw(*other)).max() > 1
+    narrow = draw("--guidance", "4", "--guidance-interval", "999", "999")
+    assert abs(usual - narrow).max() <= 1                                       # sampling starts at t = 991
+
+
+def test_labels_by_name_number_and_none(command, runs):
+    def labels(text):
+        assert command("sample.py", "run", "--count", "4", "--steps", "2", "--labels", text, "--out", "x.npz").returncode == 0
+        return np.load(runs / "x.npz")["arr_1"].tolist()
+
+    assert labels("2,0") == [2, 0, 2, 0] and labels("none") == [3, 3, 3, 3]
+
+
+def test_killed_run_goes_on_to_the_same_file(command, runs):
+    flags = ("run", "--count", "300", "--batch-size", "3", "--steps", "3")
+    assert command("sample.py", *flags, "--out", "whole.npz").returncode == 0
+    assert command("sample.py", *flags, "--out", "killed.npz", kill_after=0.4).returncode == -9
+    done = np.load(runs / "killed.npz.partial/done.npy")
+    assert 0 < done.sum() < 300
+    assert command("sample.py", *flags, "--out", "killed.npz", "--seed", "1").returncode == 2       # other images than those
+    assert command("sample.py", *flags, "--out", "killed.npz").returncode == 0
+    whole, killed = np.load(runs / "whole.npz"), np.load(runs / "killed.npz")
+    assert np.array_equal(whole["arr_0"], killed["arr_0"]) and np.array_equal(whole["arr_1"], killed["arr_1"])
+    assert command("sample.py", *flags, "--out", "folder/", kill_after=0.4).returncode == -9
+    assert 0 < len(list((runs / "folder").glob("*.png"))) < 300
+    assert command("sample.py", *flags, "--out", "folder/").returncode == 0
+    assert np.array_equal(np.asarray(Image.open(runs / "folder/000299.png")), whole["arr_0"][299])
+
+
+def test_two_processes_draw_the_same_images(command, runs):
+    flags = ("run", "--count", "10", "--batch-size", "2", "--steps", "3")
+    assert command("sample.py", *flags, "--out", "one.npz").returncode == 0
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "sample.py"),
+                           *flags, "--out", "two.npz"], cwd=runs, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    one, two = (np.load(runs / f"{name}.npz")["arr_0"] for name in ("one", "two"))
+    assert np.array_equal(one, two) and len({image.tobytes() for image in one}) == 10
+
+
+def test_published_weights_sample(command, tmp_path, randomize):
+    """A file with the released names of U-ViT-S/2 on CIFAR-10, through the command."""
+    from train import model_config, preset_args
+    model = sample.build_model(model_config(preset_args("cifar10-uvit-s", {"depth": 2}), (3, 32, 32), None))
+    names = {"position": "pos_embed", "patch_embed.": "patch_embed.proj.", "encoder": "in_blocks", "middle": "mid_block", "decoder": "out_blocks",
+             "attention": "attn", "fc1": "mlp.fc1", "fc2": "mlp.fc2", "to_pixels": "decoder_pred", "final_conv": "final_layer"}
+    released = {}
+    for name, value in model.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        released[name] = value
+    torch.save(released, tmp_path / "nnet_ema.pth")
+    done = command("sample.py", "--weights", "nnet_ema.pth", "--preset", "cifar10-uvit-s", "--count", "1", "--steps", "1", "--out", "x.png")
+    assert done.returncode == 2 and "encoder.1" in done.stderr and done.stderr.count("\n") == 1         # twelve blocks were expected
+
+
+def test_decoder_turns_latents_into_pictures(command, tmp_path):
+    np.save(tmp_path / "latents.npy", np.random.default_rng(0).standard_normal((16, 4, 8, 8)).astype(np.float32))
+    done = command("train.py", "--data", "latents.npy", "--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2",
+                   "--batch-size", "8", "--steps", "1", "--device", "cpu", "--out", "run")
+    assert done.returncode == 0, done.stderr
+
+    class Decoder(torch.nn.Module):
+        def forward(self, z):
+            return torch.nn.functional.interpolate(z[:, :3] * 0.18215, scale_factor=2.0)
+    torch.jit.script(Decoder()).save(str(tmp_path / "decoder.pt"))
+    assert command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "latents.npz").returncode == 0
+    assert command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "images.npz", "--decoder", "decoder.pt").returncode == 0
+    latents, images = np.load(tmp_path / "latents.npz")["arr_0"], np.load(tmp_path / "images.npz")["arr_0"]
+    expected = ((latents[:, :3].transpose(0, 2, 3, 1) + 1) * 127.5).round().clip(0, 255).repeat(2, 1).repeat(2, 2)
+    assert images.shape == (2, 16, 16, 3) and abs(images - expected).max() <= 1
+
+
+MISTAKES = [
+    ([], "give a run folder"),
+    (["nowhere"], "nowhere does not exist"),
+    (["foreign.pt"], "cannot be read as a checkpoint"),
+    (["other.pt"], "is no checkpoint of train.py"),
+    (["changed.pt"], "another architecture"),
+    (["run", "--count", "0"], "--count must be at least 1"),
+    (["run", "--batch-size", "-1"], "--batch-size must be at least 1"),
+    (["run", "--steps", "0"], "--steps must be at least 1"),
+    (["run", "--steps", "1001"], "--steps 1001"),
+    (["run", "--seed", "-1"], "--seed"),
+    (["run", "--solver", "ddim"], "--solver"),
+    (["run", "--labels", "3"], "--labels '3'"),
+    (["run", "--labels", "dog"], "--labels 'dog'"),
+    (["run", "--labels", "-1"], "--labels"),
+    (["plain", "--labels", "1"], "trained without labels"),
+    (["plain", "--guidance", "2"], "--guidance 2"),
+    (["always", "--guidance", "2"], "--guidance 2"),
+    (["always", "--labels", "none"], "--label-dropout"),
+    (["run", "--labels", "none", "--guidance", "2"], "--guidance 2"),
+    (["run", "--guidance", "nan"], "--guidance"),
+    (["run", "--churn", "-1"], "--churn"),
+    (["run", "--churn", "1", "--solver", "dpm++2m"], "--churn"),
+    (["run", "--out", "x.jpg"], "x.jpg must end in"),
+    (["run", "--decoder", "foreign.pt"], "--decoder"),
+    (["run", "--weights", "foreign.pt"], "--preset"),
+    (["--weights", "foreign.pt", "--preset", "digits"], "cannot be read safely"),
+    (["--weights", "other.pt", "--preset", "nothing"], "--preset 'nothing'"),
+    (["--weights", "other.pt", "--preset", "cifar10-uvit-s"], "do not fit"),
+    (["run", "--precision", "fp16"], "--precision fp16"),
+]
+
+
+def test_mistakes_are_answered_by_one_line_and_nothing_is_written(command, runs):
+    (runs / "foreign.pt").write_bytes(b"nothing")
+    torch.save({"a": torch.zeros(2)}, runs / "other.pt")
+    changed = torch.load(runs / "run/checkpoint.pt", weights_only=True)
+    changed["config"]["model"]["channels"] = 16
+    torch.save(changed, runs / "changed.pt")
+    names, wrong = sorted(path for path in runs.rglob("*")), []
+    for flags, cause in MISTAKES:
+        done = command("sample.py", *flags, "--device", "cpu", "--steps", *(["2"] if "--steps" not in flags else [flags[flags.index("--steps") + 1]]))
+        if not (done.returncode == 2 and done.stderr.startswith("sample.py: ") and done.stderr.count("\n") == 1 and cause in done.stderr):
+            wrong.append((flags, done.returncode, done.stderr[-400:]))
+        if sorted(path for path in runs.rglob("*")) != names:
+            wrong.append((flags, "wrote"))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_a_model_that_diverged_writes_no_picture(command, runs):
+    bad = torch.load(runs / "run/checkpoint.pt", weights_only=True)
+    bad["ema"] = {name: value * float("nan") for name, value in bad["ema"].items()}
+    torch.save(bad, runs / "bad.pt")
+    done = command("sample.py", "bad.pt", "--count", "2", "--steps", "2", "--out", "bad.png")
+    assert done.returncode == 2 and "nan" in done.stderr and not (runs / "bad.png").exists()
