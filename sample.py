@@ -1,9 +1,11 @@
-"""From a trained model to pictures: samplers, grids, bulk output.
+"""From a trained model to pictures, and from pictures to a number: samplers, grids, bulk output, FID.
 
     python sample.py runs/digits                                        # samples.png, a row for each class
     python sample.py runs/digits --labels 3,7 --guidance 2 --out sevens.png
     python sample.py runs/digits --count 50000 --out samples.npz        # killed? the same command goes on
     torchrun --standalone --nproc_per_node=8 sample.py RUN --count 50000 --out samples.npz
+    python sample.py samples.npz --fid cifar10                          # or a run, which draws first: RUN --count 50000 --fid train
+    python sample.py runs/digits --path --labels 3                      # how one comes out of the noise
 
 The samplers follow Karras et al. 2022, "Elucidating the Design Space of Diffusion-Based Generative Models"
 (arXiv 2206.00364): x = x_0 + sigma * noise, and the ODE dx/dsigma = (x - D(x; sigma)) / sigma is followed from pure noise
@@ -12,14 +14,21 @@ down to sigma = 0. D is diffusion.Denoiser.
 
 import argparse
 import csv
+import hashlib
+import http.client
 import json
 import math
 import os
+import shutil
 import sys
 import time
+import urllib.request
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -258,6 +267,26 @@ def generate(denoiser, shape, seed, indices, labels=None, device="cpu", **option
     return heun(denoiser, unit_normal(), labels, churn_noise=unit_normal, **options)
 
 
+def interpolate(denoiser, shape, seed, ends, count, label=None, device="cpu", **options):
+    """Sample on the way from one image to another, over the sphere on which their noises lie.   -> (count, C, H, W)
+
+    ends: the indices of two images of this seed, which come first and last; a straight way would leave unit variance
+    """
+    a, b = (random_stream(seed, "sample", k).standard_normal(shape, dtype=np.float32) for k in ends)
+    angle = math.acos((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+    share = np.linspace(0, 1, count)[:, None, None, None]
+    noise = (np.sin((1 - share) * angle) * a + np.sin(share * angle) * b) / math.sin(angle)
+    labels = None if label is None else torch.full((count,), label, device=device)
+    return heun(denoiser, torch.from_numpy(noise.astype(np.float32)).to(device), labels, **options)
+
+
+def denoising_path(denoiser, shape, seed, indices, labels=None, device="cpu", **options):
+    """What the model makes of each image on its way out of the noise.   -> D(x; sigma) (steps, B, C, H, W), the steps' sigmas"""
+    frames = []
+    generate(denoiser, shape, seed, indices, labels, device, on_step=lambda i, sigma, x0: frames.append((sigma, x0)), **options)
+    return torch.stack([x0 for _, x0 in frames]), [sigma for sigma, _ in frames]
+
+
 def to_uint8(x):
     """Images (B, C, H, W) in [-1, 1] -> uint8 array (B, H, W, C).   ValueError: nan or infinity, which would become black"""
     if not x.isfinite().all():
@@ -482,6 +511,289 @@ def keep_settings(file, settings):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Measuring quality: Fréchet distance (FID), precision and recall between the features of two sets of images
+
+INCEPTION = "inception-2015-12-05.pt"                       # the network of nearly all published FIDs, as TorchScript
+INCEPTION_URL = f"https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/{INCEPTION}"
+INCEPTION_SHA256 = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"
+KEPT = 50_000               # features of so many images are kept, for precision and recall
+ENOUGH = 10_000             # of fewer images FID depends strongly on their number
+BLOCK = 1000                # rows of a table of distances that are in memory at once
+
+
+def frechet_distance(mean1, cov1, mean2, cov2):
+    """|m1 - m2|^2 + tr C1 + tr C2 - 2 tr (C1^1/2 C2 C1^1/2)^1/2.   Heusel et al. 2017 (arXiv 1706.08500)
+
+    mean (F,), cov (F, F), arrays or tensors -> float, never negative or nan   ValueError: nan or infinity in the input
+
+    With C = A A^T the last trace is the sum of the singular values of A1^T A2. No root of a product is taken, in which
+    rounding errors of 1e-16 become 1e-8, so that singular covariances (fewer images than features) are exact as well.
+    """
+    mean1, cov1, mean2, cov2 = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (mean1, cov1, mean2, cov2))
+    if not all(x.isfinite().all() for x in (mean1, cov1, mean2, cov2)):
+        raise ValueError("the statistics of the features hold nan or infinity: these images or this network are broken")
+    root = torch.linalg.svdvals(covariance_factor(cov1).T @ covariance_factor(cov2)).sum()
+    distance = (mean1 - mean2).square().sum() + cov1.trace() + cov2.trace() - 2 * root
+    return max(distance.item(), 0.0)                        # of equal statistics, rounding leaves some -1e-13
+
+
+def covariance_factor(cov):
+    """A with A A^T = C, without the directions in which C is nothing but rounding error.   (F, F) -> (F, rank)"""
+    values, vectors = torch.linalg.eigh(cov)
+    real = values > len(cov) * torch.finfo(cov.dtype).eps * values[-1]
+    return vectors[:, real] * values[real].sqrt()
+
+
+@torch.inference_mode()
+def precision_recall(real, fake, k=3):
+    """Shares of fake images that could be real, and of real that could be fake.   Kynkäänniemi et al. 2019, arXiv 1904.06991
+
+    real (N, F), fake (M, F) features -> (precision, recall)   An image could belong to a set if it is no further from one
+    of its images than that one's k-th nearest neighbour in the set.
+    """
+    centre = real.mean(0)                                   # distances are differences of large numbers far from 0
+    real, fake = real - centre, fake - centre
+
+    def radii(points):                                      # the nearest of all, and so one more than k, is a point itself
+        nearest = [torch.cdist(rows, points).topk(min(k + 1, len(points)), largest=False).values for rows in points.split(BLOCK)]
+        return torch.cat(nearest)[:, -1]
+
+    def covered(points, balls):
+        reach = radii(balls)
+        return torch.cat([(torch.cdist(rows, balls) <= reach).any(1) for rows in points.split(BLOCK)]).double().mean().item()
+
+    return covered(fake, real), covered(real, fake)
+
+
+class FeatureNetwork:
+    """Images to features: a TorchScript network called as network(uint8 (B, 3, H, W), return_features=True) -> (B, F).
+
+    So the Inception network of FID is published; it scales and resizes by itself, and nothing else prepares the images.
+    file: None takes that one from the cache folder, or fetches it   ValueError, OSError: missing, or not such a network
+    """
+
+    def __init__(self, file, cache, device):
+        self.file, self.device = Path(file or Path(cache) / INCEPTION), device
+        if not file and not self.file.exists():
+            fetch(INCEPTION_URL, self.file, INCEPTION_SHA256)
+        if not self.file.is_file():
+            raise ValueError(f"--features {file} does not exist: give a TorchScript file such as {INCEPTION}")
+        try:
+            self.network = torch.jit.load(self.file, map_location=device).eval()
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"--features {self.file} cannot be read as TorchScript: {str(error).splitlines()[0]}") from None
+        self.digest = sha256(self.file)
+
+    @torch.inference_mode()
+    def __call__(self, images):
+        """(B, H, W, C) uint8, C = 1 or 3 -> (B, F) float32 on the device"""
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3):
+            raise ValueError(f"features are taken of uint8 images with 1 or 3 channels, not of {images.dtype} {images.shape}")
+        x = torch.tensor(images, device=self.device).permute(0, 3, 1, 2).expand(-1, 3, -1, -1).contiguous()
+        try:
+            with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+                features = self.network(x, return_features=True)
+        except RuntimeError as error:                       # TorchScript gives the reason last, after a long trace
+            reason = str(error).strip().splitlines()[-1]
+            raise ValueError(f"--features {self.file} fails on images of {tuple(x.shape[1:])}: {reason}") from None
+        if features.ndim != 2 or len(features) != len(x):
+            raise ValueError(f"--features {self.file} gives {tuple(features.shape)} for {len(x)} images, not a row each")
+        return features.float()
+
+
+def fetch(url, path, digest):
+    """Put a published file at path.   OSError: no network, or another file than expected; says where to put it"""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response, open(partial, "wb") as file:
+            shutil.copyfileobj(response, file)
+        if sha256(partial) != digest:
+            raise OSError(f"its sha256 is {sha256(partial)}, not {digest}")
+        os.replace(partial, path)
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f"{path} is not there and could not be fetched ({error}): put {url} there, "
+                      f"or give --features FILE") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def feature_statistics(network, read, count, batch_size, rank=0, processes=1):
+    """Mean and covariance of the features of `count` images, in one pass, each process its share.
+
+    read: indices -> (B, H, W, C) uint8   -> mean (F,), covariance (F, F) float64; features (at most KEPT, F) float32
+
+    The sums in float64 are of differences from the first image's features, as far from cancelling as the mean would be.
+    """
+    if count < 2:
+        raise ValueError(f"a covariance needs at least 2 images, and there is {count}")
+    origin = network(read(np.arange(1)))[0].cpu()           # (F,)
+    every = -(-count // KEPT)
+    kept = torch.zeros(-(-count // every), len(origin))
+    home = torch.device("cpu") if network.device.type == "mps" else network.device          # mps has no float64
+    total, products = (torch.zeros(*shape, dtype=torch.float64, device=home) for shape in (origin.shape, 2 * origin.shape))
+    if processes > 1:
+        dist.broadcast(origin, 0)
+    share = np.arange(rank, count, processes)
+    for start in range(0, len(share), batch_size):
+        batch = share[start:start + batch_size]
+        features = network(read(batch))                     # (B, F)
+        centred = features.to(home, torch.float64) - origin.to(home)
+        total += centred.sum(0)
+        products += centred.T @ centred
+        chosen = batch % every == 0
+        kept[batch[chosen] // every] = features.cpu()[chosen]
+        progress(f"features of {min((start + batch_size) * processes, count)} of {count} images", rank)
+    total, products = total.cpu(), products.cpu()
+    if processes > 1:
+        for part in total, products, kept:
+            dist.all_reduce(part)
+    return origin + total / count, (products - total.outer(total) / count) / (count - 1), kept
+
+
+class ImageFiles:
+    """The images of a folder or .zip, all of one size: files.shape (N, H, W, 3), files[indices] -> (B, H, W, 3) uint8."""
+
+    def __init__(self, path):
+        from train import is_picture                        # train.py imports this file
+
+        self.path, self.archive = Path(path), None if Path(path).is_dir() else zipfile.ZipFile(path)
+        names = self.archive.namelist() if self.archive else [p.relative_to(path).as_posix() for p in self.path.rglob("*")]
+        self.names = sorted(filter(is_picture, names))
+        if not self.names:
+            raise ValueError(f"{path} holds no images")
+        self.shape = len(self.names), *self.load(0).shape
+
+    def load(self, k):
+        from train import FORMATS, to_rgb
+
+        try:
+            file = self.archive.open(self.names[k]) if self.archive else self.path / self.names[k]
+            with Image.open(file, formats=FORMATS) as image:
+                return np.asarray(to_rgb(image))
+        except Exception as error:                          # decoders meet broken bytes with errors of a dozen kinds
+            raise ValueError(f"{self.path / self.names[k]} cannot be read: {str(error).splitlines()[0]}") from None
+
+    def __getitem__(self, indices):
+        with ThreadPoolExecutor() as pool:
+            images = list(pool.map(self.load, indices))
+        for k, image in zip(indices, images):
+            if image.shape != self.shape[1:]:
+                raise ValueError(f"{self.path / self.names[k]} is {image.shape[1]}x{image.shape[0]} pixels, the first of its "
+                                 f"images {self.shape[2]}x{self.shape[1]}: bring them to one size")
+        return np.stack(images)
+
+
+def open_images(path, cache):
+    """Images as they are, from a folder, .zip, .npz or .npy.   -> mapped array or ImageFiles, (N, H, W, C) uint8"""
+    from train import open_array
+
+    if Path(path).suffix.lower() not in (".npz", ".npy"):
+        return ImageFiles(path)
+    try:
+        images, _, _ = open_array(SimpleNamespace(data=path, cache=cache))
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not an array of images: {error}") from None
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise ValueError(f"{path} holds {images.dtype} of shape {images.shape}; images are uint8, (N, H, W, C)")
+    return images.reshape(*images.shape[:3], -1)
+
+
+def reference_images(args, config, shape):
+    """The images that --fid names.   shape: (H, W, C) of those to be measured   -> (N, H, W, C) uint8, mapped   ValueError"""
+    from train import load_data_once, preset_args
+
+    if Path(args.fid).suffix.lower() in (".npz", ".npy"):
+        return open_images(args.fid, args.cache)
+    flags = preset_args("digits", {"data": args.fid, "size": (32, 32) if args.fid == "cifar10" else tuple(shape[:2]),
+                                   "gray": shape[2] == 1, "data_dir": args.data_dir, "cache": args.cache})
+    if args.fid == "train":
+        if "flags" not in config:
+            raise ValueError("--fid train is the training data of a run, and no run is given")
+        if config["data"]["latents"]:
+            raise ValueError("--fid train: this run was trained on latents; give the images that they stand for")
+        flags = argparse.Namespace(**{**vars(flags), **config["flags"]})
+    try:
+        return load_data_once(flags, lambda line: print(line, flush=True)).images
+    except ValueError as error:
+        raise ValueError(str(error).replace("--data ", "--fid ")) from None
+
+
+def published_statistics(file):
+    """mu (F,) and sigma (F, F) of an .npz, as EDM, ADM and pytorch-fid publish them, or None if it holds images."""
+    try:
+        with np.load(file) as content:
+            if {"mu", "sigma"} <= set(content.files):
+                return content["mu"], content["sigma"]
+            names = content.files
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"--fid {file} cannot be read: {error}") from None
+    if not {"arr_0", "images"} & set(names):                # what train.py takes for images
+        raise ValueError(f"--fid {file} holds {', '.join(names)}: neither mu and sigma nor images (arr_0)")
+
+
+def reference_statistics(args, config, network, shape, rank, processes):
+    """Mean and covariance of what --fid names, and its features or None.   shape: (H, W, C) of the images to be measured"""
+    width = network(np.zeros((1, *shape), np.uint8)).shape[1]
+    published = published_statistics(args.fid) if args.fid.lower().endswith(".npz") else None
+    if published:
+        if [part.shape for part in published] != [(width,), (width, width)]:
+            raise ValueError(f"--fid {args.fid} is of {published[0].size} features, and --features {network.file} gives {width}")
+        return *published, None
+    images = reference_images(args, config, shape)
+    if images.shape[1:3] != tuple(shape[:2]):
+        raise ValueError(f"--fid {args.fid}: its images are {images.shape[2]}x{images.shape[1]} pixels, and those to be measured "
+                         f"{shape[1]}x{shape[0]}")
+    return known_statistics(images, network, args.cache, args.batch_size, rank, processes)
+
+
+def known_statistics(images, network, cache, batch_size, rank=0, processes=1):
+    """feature_statistics of a mapped array of images, computed once and kept in the cache folder as an .npz with mu and sigma."""
+    from train import source
+
+    key = repr((source(images.filename), images.shape, network.digest))
+    file = Path(cache) / f"fid-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    known = torch.tensor([file.exists()])
+    if processes > 1:
+        dist.broadcast(known, 0)                            # processes may look at different moments
+    if known:
+        with np.load(file) as content:
+            return content["mu"], content["sigma"], torch.from_numpy(content["features"])
+    statistics = feature_statistics(network, images.__getitem__, len(images), batch_size, rank, processes)
+    if rank == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.stem}.{os.getpid()}.partial.npz")
+        np.savez(partial, **dict(zip(("mu", "sigma", "features"), statistics)))
+        os.replace(partial, file)
+    return statistics
+
+
+def warn_of_few(count, features):
+    if count < max(ENOUGH, features):
+        than = f"the {features} features" if count < features else f"{ENOUGH:,}"
+        print(f"warning: FID of {count:,} images, fewer than {than}, is biased upward: compare it only with FIDs of as many",
+              file=sys.stderr, flush=True)
+
+
+def measure(args, images, count, network, reference, rank, processes):
+    """FID of images against the reference, and where its features are known, precision and recall.   -> a line, on rank 0"""
+    mean, cov, features = feature_statistics(network, images.__getitem__, count, args.batch_size, rank, processes)
+    if rank != 0:
+        return ""
+    warn_of_few(count, len(mean))
+    line = f"FID {frechet_distance(mean, cov, *reference[:2]):.5g}"
+    if reference[2] is not None:
+        precision, recall = precision_recall(*(part.to(network.device) for part in (reference[2], features)))
+        line += f", precision {precision:.4f}, recall {recall:.4f}"
+    return f"{line}  ({count:,} images against {args.fid}, features of {network.file.name})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command
 
 class Parser(argparse.ArgumentParser):
@@ -493,9 +805,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(argv=None):
     p = Parser(description="Draw images with a trained model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("run", nargs="?", help="run folder of train.py, or a checkpoint file")
-    p.add_argument("--out", help="grid.png, samples.npz or folder/ (default: sampled.png in the run folder)")
-    p.add_argument("--count", type=int, default=64, help="number of images")
+    p.add_argument("run", nargs="?", help="run folder of train.py, or a checkpoint file; with --fid also images: a folder, .zip, .npz")
+    p.add_argument("--out", help="grid.png, samples.npz or folder/ (default: sampled.png in the run folder, with --fid samples.npz)")
+    p.add_argument("--count", type=int, help="number of images (default: 64; 10 with --interpolate, 4 with --path)")
     p.add_argument("--batch-size", type=int, default=64, help="images drawn at once by each process")
     p.add_argument("--seed", type=int, default=0, help="image k depends on the seed and k alone")
     p.add_argument("--labels", help="class names or numbers separated by commas, taken in turn; 'none' for no label "
@@ -510,6 +822,13 @@ def parse_args(argv=None):
     p.add_argument("--preset", help="the setting of train.py that describes --weights")
     p.add_argument("--attention-order", choices=("new", "legacy"), default="new", help="qkv layout of --weights from guided-diffusion")
     p.add_argument("--decoder", metavar="FILE", help="TorchScript module from latents to images in [-1, 1]")
+    p.add_argument("--fid", metavar="REFERENCE", help="measure FID against this: 'train' (the run's data), digits, cifar10, a folder or .zip "
+                                                      "of images, an .npz of images or of mu and sigma")
+    p.add_argument("--features", metavar="NETWORK", help=f"of --fid: TorchScript file (default: {INCEPTION} in --cache, fetched if need be)")
+    p.add_argument("--cache", default="cache", metavar="DIR", help="of --fid: where decoded references and their statistics are kept")
+    p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="of --fid cifar10: where it lies, or is put")
+    p.add_argument("--interpolate", type=int, nargs=2, metavar=("A", "B"), help="draw the way from image A to image B of this seed")
+    p.add_argument("--path", action="store_true", help="draw a film strip of the denoised image along sampling")
     p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
     p.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="precision of products")
     return p, p.parse_args(argv)
@@ -566,6 +885,8 @@ def check_numbers(args, model, diffusion):
     if args.guidance != 1 and (model.num_classes is None or not model.null_label or args.labels == "none"):
         raise ValueError(f"--guidance {args.guidance:g} needs labels and a class-conditional model that was trained with "
                          f"--label-dropout; 1 turns it off")
+    if args.interpolate and (args.churn or min(args.interpolate) < 0 or len(set(args.interpolate)) == 1):
+        raise ValueError("--interpolate needs the numbers of two images, and no --churn, whose noise belongs to neither")
     if args.churn and args.solver == "dpm++2m":
         raise ValueError("--churn goes with --solver heun or euler; dpm++2m remembers the step before")
 
@@ -589,17 +910,36 @@ class Decoder:
         return to_uint8(self.network(x.float().to(self.device) / LATENT_SCALE) if self.network else x)
 
 
-def draw_images(args, config, model, diffusion, device, labels, rank, processes):
+def sampler_options(args):
+    return {name: getattr(args, name) for name in ("steps", "solver", "churn", "guidance", "guidance_interval")}
+
+
+def draw_strip(args, config, model, diffusion, device, labels, decode):
+    """--interpolate: a strip of pictures from one image to another; --path: a row of denoised pictures for each image."""
+    denoiser, shape, options = Denoiser(model.to(device), diffusion), config["data"]["shape"], sampler_options(args)
+    with autocast(device, pick_precision(args.precision, device)):
+        if args.interpolate:
+            label = labels[args.interpolate[0] % len(labels)] if labels else None
+            x = interpolate(denoiser, shape, args.seed, args.interpolate, args.count, label, device, **options)
+            columns, title = args.count, "from image {} to image {}".format(*args.interpolate)
+        else:
+            chosen = [labels[k % len(labels)] for k in range(args.count)] if labels else None
+            x, sigmas = denoising_path(denoiser, shape, args.seed, range(args.count), chosen, device, **options)
+            x, columns = x.transpose(0, 1).flatten(0, 1), len(sigmas)
+            title = f"D(x; sigma) in {columns} steps, sigma from {sigmas[0]:.3g} to {sigmas[-1]:.3g}"
+    save_picture(titled(image_grid(decode(x), columns), title), args.out)
+    return args.out
+
+
+def draw_images(args, config, model, diffusion, device, labels, decode, rank, processes):
     """Draw what is still missing of the images and write each batch at once.   -> a line that says where they are"""
     denoiser, dtype = Denoiser(model.to(device), diffusion), pick_precision(args.precision, device)
     data = config["data"]
-    decode = Decoder(args.decoder, data["latents"], device)
     if decode.keep_latents and not args.out.endswith(".npz"):
         raise ValueError(f"--out {args.out}: this model draws latents; take an .npz file, or --decoder FILE to see pictures")
     settings = {"source": str(args.run or args.weights), "step": config["step"], "precision": str(dtype), "labels": labels,
                 "classes": data["classes"], "latents": decode.keep_latents}
-    settings |= {name: getattr(args, name) for name in ("count", "seed", "steps", "solver", "churn", "guidance",
-                                                        "guidance_interval", "raw", "decoder")}
+    settings |= {name: getattr(args, name) for name in ("count", "seed", "raw", "decoder")} | sampler_options(args)
     shape = decode(torch.zeros(1, *data["shape"])).shape[1:]
     store = (ArrayStore if args.out.endswith((".png", ".npz")) else FolderStore)(args.out, args.count, shape, settings)
     if rank == 0:
@@ -617,9 +957,7 @@ def draw_images(args, config, model, diffusion, device, labels, rank, processes)
 
         chosen = [labels[k % len(labels)] for k in batch] if labels else None
         with autocast(device, dtype):
-            images = generate(denoiser, data["shape"], args.seed, batch.tolist(), chosen, device, steps=args.steps,
-                              solver=args.solver, churn=args.churn, guidance=args.guidance,
-                              guidance_interval=args.guidance_interval, on_step=show)
+            images = generate(denoiser, data["shape"], args.seed, batch.tolist(), chosen, device, on_step=show, **sampler_options(args))
         store.write(batch, decode(images))
         finished += len(batch)
     if processes > 1:
@@ -634,28 +972,71 @@ def progress(line, rank=0):
         print(f"\r\033[K{line}", end="", flush=True)
 
 
+def holds_images(path):
+    """Whether this is images rather than a run or a checkpoint."""
+    return Path(path).suffix in (".npz", ".npy", ".zip") or Path(path).is_dir() and not (Path(path) / "checkpoint.pt").exists()
+
+
+def pick_out(args):
+    """Where the pictures go.   ValueError: not a place for what is asked"""
+    folder = Path(args.run if args.run and Path(args.run).is_dir() else Path(args.run or ".").parent)
+    strip = "interpolated.png" if args.interpolate else "path.png" if args.path else None
+    out = args.out or str(folder / (strip or ("samples.npz" if args.fid else "sampled.png")))
+    if Path(out).suffix not in (".png", ".npz", ""):
+        raise ValueError(f"--out {out} must end in .png (a grid), .npz (arrays) or / (a folder of images)")
+    if strip and not out.endswith(".png"):
+        raise ValueError(f"--out {out}: --interpolate and --path draw one picture, a .png")
+    if args.fid and out.endswith(".png"):
+        raise ValueError(f"--out {out}: FID is measured on the images of an .npz or a folder, and not on strips or grids")
+    return out
+
+
 def main():
     parser, args = parse_args()
     rank = int(os.environ.get("RANK", 0))
+
+    def say(line):
+        if rank == 0:
+            print(("\r\033[K" if sys.stdout.isatty() else "") + line, flush=True)
+
     try:
-        model, diffusion, config = load_source(args)
-        check_numbers(args, model, diffusion)
-        labels = pick_labels(args, model, config["data"]["classes"])
-        folder = Path(args.run if args.run and Path(args.run).is_dir() else Path(args.run or ".").parent)
-        args.out = args.out or str(folder / "sampled.png")
-        if Path(args.out).suffix not in (".png", ".npz", ""):
-            raise ValueError(f"--out {args.out} must end in .png (a grid), .npz (arrays) or / (a folder of images)")
+        if args.features and not args.fid:
+            raise ValueError("--features goes with --fid REFERENCE")
+        drawing = not (args.fid and args.run and holds_images(args.run))
+        if drawing:
+            model, diffusion, config = load_source(args)
+            args.count = {None: 10 if args.interpolate else 4 if args.path else 64}.get(args.count, args.count)
+            check_numbers(args, model, diffusion)
+            labels = pick_labels(args, model, config["data"]["classes"])
+            args.out = pick_out(args)
         device = pick_device(args.device)
         rank, processes = join_processes(device)
-        if rank == 0:
+        if drawing:
+            decode = Decoder(args.decoder, config["data"]["latents"], device)
+            shape = decode(torch.zeros(1, *config["data"]["shape"])).shape[1:]
+            if decode.keep_latents and (args.fid or args.interpolate or args.path):
+                raise ValueError("this model draws latents: --fid, --interpolate and --path need --decoder FILE to see pictures")
+        else:
+            config, images = {}, open_images(args.run, args.cache)
+            shape = images.shape[1:]
+        if args.fid:                                        # before hours of drawing, so that a mistake shows at once
+            network = FeatureNetwork(args.features, args.cache, device)
+            reference = reference_statistics(args, config, network, shape, rank, processes)
+        if drawing:
             weights = "published" if args.weights else "raw" if args.raw else "EMA"
-            print(f"{args.count} images of {'x'.join(map(str, config['data']['shape']))} with the {weights} weights, {args.solver}, "
-                  f"{args.steps} steps, guidance {args.guidance:g}, seed {args.seed}, on {device.type}", flush=True)
-        line = draw_images(args, config, model, diffusion, device, labels, rank, processes)
-        if rank == 0:
-            print(("\r\033[K" if sys.stdout.isatty() else "") + line)
+            say(f"{args.count} images of {'x'.join(map(str, config['data']['shape']))} with the {weights} weights, {args.solver}, "
+                f"{args.steps} steps, guidance {args.guidance:g}, seed {args.seed}, on {device.type}")
+        if args.interpolate or args.path:
+            say(draw_strip(args, config, model, diffusion, device, labels, decode) if rank == 0 else "")
+        elif drawing:
+            say(draw_images(args, config, model, diffusion, device, labels, decode, rank, processes))
+        if args.fid:
+            if processes > 1:
+                dist.barrier()                              # the first process has just finished the file
+            images = open_images(args.out, args.cache) if drawing else images
+            say(measure(args, images, args.count if drawing else images.shape[0], network, reference, rank, processes))
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"sample.py: {error}\n" if rank == 0 else None)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

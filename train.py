@@ -95,10 +95,9 @@ def make_optimizer(model, args, device):
     That is common practice (biases, norms, and tables of labels, times and positions are left alone); U-ViT and Min-SNR
     decayed all parameters, DDPM and ADM none.
     """
-    tables = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
-    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables and name != "position"]
-    rest = [p for p in model.parameters() if not any(p is q for q in decayed)]
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    decay = {m.weight for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))}
+    groups = [{"params": [p for p in model.parameters() if p in decay], "weight_decay": args.weight_decay},
+              {"params": [p for p in model.parameters() if p not in decay], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, fused=device.type in ("cpu", "cuda"))
 
 
@@ -141,7 +140,7 @@ def to_device(batch, device):
         batch = [None if part is None else part.pin_memory() for part in batch]
     images, t, noise, labels = (None if part is None else part.to(device, non_blocking=True) for part in batch)
     x0 = images.permute(0, 3, 1, 2).float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
-    return x0.contiguous(), t, noise, labels
+    return x0 if device.type == "cuda" else x0.contiguous(), t, noise, labels         # GPUs like channels last, CPUs do not
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,6 +184,7 @@ STEPS, LOSS, NORM, SKIPPED = range(4)
 ERRORS, COUNTS, BROKEN = (slice(4 + k * BINS, 4 + (k + 1) * BINS) for k in range(3))
 WINDOW_SIZE = 4 + 3 * BINS
 COLUMNS = ["step", "images", "loss", *(f"error_{k}" for k in range(BINS)), "grad_norm", "skipped", "lr", "images_per_s"]
+FID_COLUMNS = ["step", "images", "fid"]
 
 
 def add_to_window(window, loss, errors, norm, bins):
@@ -210,6 +210,8 @@ def check_finite(run, step):
     skipped, steps = int(run.window[SKIPPED]), int(run.window[STEPS])
     if skipped == 0 or run.scaler.is_enabled() and skipped < max(steps, 50):
         return
+    if run.processes > 1:
+        dist.all_reduce(run.window)                         # every process stops here, but the loss broke in one
     broken = [bin_name(k) for k in range(BINS) if run.window[BROKEN][k] > 0]
     where = f"the loss at {' and '.join(broken)}" if broken else "the gradient, while the loss was finite"
     raise FloatingPointError(f"step {step - skipped + 1}: nan or infinity in {where}. {run.out / 'checkpoint.pt'} is the last good "
@@ -229,11 +231,11 @@ def take_row(run, step, images_per_s):
     return row
 
 
-def read_log(path):
-    """log.csv -> {column: list of floats}"""
+def read_log(path, columns=COLUMNS):
+    """log.csv, or fid.csv with FID_COLUMNS -> {column: list of floats}"""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    return {name: [float(row[name]) for row in rows] for name in COLUMNS}
+    return {name: [float(row[name]) for row in rows] for name in columns}
 
 
 def append_row(path, values):
@@ -251,25 +253,31 @@ def cut_log(path, columns, step):
 
 
 def draw_curves(runs, path):
-    """Draw the curves of one run, or of several laid over each other.   runs: {name: log of read_log}"""
+    """Draw the curves of one run, or of several laid over each other.   runs: {name: run folder}"""
+    logs = {name: read_log(folder / "log.csv") for name, folder in runs.items()}
+    fids = {name: read_log(folder / "fid.csv", FID_COLUMNS) for name, folder in runs.items() if (folder / "fid.csv").exists()}
+
     def panel(title, lines):
         return {"title": title, "x": "training images", "lines": lines, "log_y": True}
 
-    def compared(title, column):
-        return panel(title, {name: (log["images"], log[column]) for name, log in runs.items()})
+    def compared(title, column, logs=logs):
+        return panel(title, {name: (log["images"], log[column]) for name, log in logs.items()})
 
     panels = [compared("weighted loss", "loss"), compared("gradient norm", "grad_norm")]
-    if len(runs) == 1:
-        log, = runs.values()
+    if len(logs) == 1:
+        log, = logs.values()
         panels.insert(1, panel("squared error of x_0", {bin_name(k): (log["images"], log[f"error_{k}"]) for k in range(BINS)}))
     else:
         panels += [compared(f"squared error of x_0, {bin_name(k)}", f"error_{k}") for k in range(BINS)]
+    if fids:
+        panels.append(compared("FID of the EMA weights", "fid", fids))
     sample.save_picture(sample.line_chart(panels), path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder
 
+GRID_STEPS, GRID_GUIDANCE = 12, 2.0                 # of the sample grids; guidance where the model has learned to do without labels
 PARTS = ("model", "ema", "optimizer", "scaler")     # what a checkpoint holds of a run, beside its step, config and window
 
 
@@ -300,13 +308,15 @@ def save_checkpoint(run, step):
 
 def draw_samples(run, step):
     """A grid from the averaged weights beside one from the last step's, from the same noise every time."""
-    data, count, labels, grids = run.data, 40, None, []
+    data, count, labels, guidance, grids = run.data, 40, None, 1.0, []
     if data.labels is not None:                             # four of each class, of at most ten
         labels = [k % min(len(data.classes), 10) for k in range(count)]
+        guidance = GRID_GUIDANCE if run.model.null_label else 1.0
     for title, model in ("EMA weights", run.ema), ("last weights", run.model):
         model.eval()
         with run.autocast():
-            x0 = sample.generate(Denoiser(model, run.diffusion), data.shape, run.args.seed, range(count), labels, run.device)
+            x0 = sample.generate(Denoiser(model, run.diffusion), data.shape, run.args.seed, range(count), labels, run.device,
+                                 steps=GRID_STEPS, guidance=guidance)
         images = sample.to_uint8(x0[:, :3] / 3 if data.latents else x0)                 # of latents, three channels as colours
         title = f"step {step}, {title}"
         if labels is None:
@@ -315,6 +325,24 @@ def draw_samples(run, step):
             grids.append(sample.label_grid(images, labels, data.classes, title))
     run.model.train()
     sample.save_picture(sample.side_by_side(grids), run.out / "samples" / f"step_{step:07d}.png")
+
+
+def measure_fid(run, step):
+    """FID of --fid-count images of the averaged weights, the same every time, against the training data, into fid.csv.
+
+    All processes share the work, and must call this.
+    """
+    data, args, (network, reference) = run.data, run.args, run.fid
+
+    def draw(indices):
+        labels = None if data.labels is None else [k % len(data.classes) for k in indices]
+        with run.autocast():
+            x0 = sample.generate(Denoiser(run.ema, run.diffusion), data.shape, args.seed, indices, labels, run.device)
+        return sample.to_uint8(x0)
+
+    mean, cov, _ = sample.feature_statistics(network, draw, args.fid_count, args.micro_batch or run.share, run.rank, run.processes)
+    if run.rank == 0:
+        append_row(run.out / "fid.csv", [step, step * args.batch_size, sample.frechet_distance(mean, cov, *reference)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -566,7 +594,7 @@ def announce(args, kind, count, shape, classes, say, notes=()):
 def glyph(digit, side):
     """Mask of one digit in Pillow's own font, upright in the middle of (side, side) and about 0.75 * side high."""
     font = ImageFont.load_default(side)
-    mask, bold = Image.new("L", (side, side)), side / 40
+    mask, bold = Image.new("L", (side, side)), side / 24
     left, top, right, bottom = font.getbbox(str(digit), stroke_width=bold)
     corner = (side - left - right) / 2, (side - top - bottom) / 2
     ImageDraw.Draw(mask).text(corner, str(digit), fill=255, font=font, stroke_width=bold)
@@ -583,7 +611,7 @@ def draw_digit(digit, numbers, height, width):
              - 35 * abs(shade_x - np.arange(width) / width))                      # (H, W)
     image = Image.fromarray((shade[..., None] * ground).astype(np.uint8))
 
-    side, scale, angle = min(height, width), 0.75 + 0.3 * size, math.radians(24 * turn - 12)
+    side, scale, angle = min(height, width), 0.85 + 0.2 * size, math.radians(16 * turn - 8)
     reach = 0.45 * scale * side                     # from the middle of the digit to its ends
     x, y = reach + (width - 2 * reach) * across, reach + (height - 2 * reach) * down
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
@@ -1031,15 +1059,18 @@ def build_parser():
     add("--compile", action=on_off, default=False, help="torch.compile the network")
     add("--checkpointing", action=on_off, default=False, help="recompute activations in the backward pass: less memory, slower")
     add("--log-every", type=whole, default=50, help="steps between rows of log.csv")
-    add("--sample-every", type=whole, default=500, help="steps between sample grids")
+    add("--sample-every", type=whole, default=500, help="steps between sample grids; 0 = none, not at the end either")
     add("--save-every", type=whole, default=500, help="steps between checkpoints")
+    add("--fid-every", type=whole, default=0, help="steps between measurements of FID against the training data into fid.csv, 0 = none")
+    add("--fid-count", type=whole, default=10_000, help="images drawn for each, with 35 model calls for an image")
+    add("--features", metavar="NETWORK", help=f"of --fid-every: TorchScript file (default: {sample.INCEPTION} in --cache, fetched if need be)")
     add("--compare", nargs="+", metavar="RUN", help="draw the curves of these runs into one picture, --out, and stop")
     return p
 
 
 # What a resumed run may change; anything else would make another run of it
-MAY_CHANGE = {"steps", "lr", "log_every", "sample_every", "save_every", "micro_batch", "device", "compile", "checkpointing", "cache",
-              "data_dir", "check_data", "out", "resume", "compare"}
+MAY_CHANGE = {"steps", "lr", "log_every", "sample_every", "save_every", "fid_every", "fid_count", "features", "micro_batch", "device", "compile",
+              "checkpointing", "cache", "data_dir", "check_data", "out", "resume", "compare"}
 UNET_FLAGS = {"channels", "channel_mult", "blocks", "attention", "head_channels", "dropout", "scale_shift_norm", "resblock_updown"}
 UVIT_FLAGS = {"time_mlp", "final_conv"}
 VIT_FLAGS = {"patch", "width", "depth"}
@@ -1066,7 +1097,7 @@ def parse_args(argv=None):
         if changed:
             found = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in changed)
             raise ValueError(f"--resume: the run in {args.out} has {found}; leave that out, or start another run with another --out")
-        args = argparse.Namespace(**{**saved, **given, "out": args.out, "resume": True})
+        args = argparse.Namespace(**{**vars(args), **saved, **given, "out": args.out, "resume": True})
     check_args(args, given)
     return args
 
@@ -1079,12 +1110,14 @@ def check_args(args, given):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is not a flag of --backbone {args.backbone}")
     if args.backbone == "vit" and args.skip_scaling != "none":
         raise ValueError(f"--skip-scaling {args.skip_scaling}: --backbone vit has no long skips to scale")
-    at_least_1 = ("steps", "batch_size", "log_every", "sample_every", "save_every", "pareto_every", "pareto_bins", "heads", "channels", "blocks", "patch", "width", "depth")
+    at_least_1 = ("steps", "batch_size", "log_every", "save_every", "pareto_every", "pareto_bins", "heads", "channels", "blocks", "patch", "width", "depth")
     rules = [(name, getattr(args, name) >= 1, "at least 1") for name in at_least_1]
     rules += [(name, getattr(args, name) is None or getattr(args, name) >= 1, "at least 1") for name in ("crop", "micro_batch", "head_channels")]
     rules += [(name, 0 < getattr(args, name) < math.inf, "a positive number") for name in ("lr", "gamma")]
-    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay", "pareto_regularization")]
+    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay", "pareto_regularization", "sample_every")]
     rules += [(name, 0 <= getattr(args, name) < 1, "in [0, 1)") for name in ("dropout", "ema", "label_dropout")]
+    rules += [("fid_every", args.fid_every >= 0, "at least 0"), ("fid_count", args.fid_count >= 2, "at least 2"),
+              ("features", "features" not in given or args.fid_every > 0, "given with --fid-every")]
     rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
               ("betas", all(0 <= beta < 1 for beta in args.betas), "two numbers in [0, 1)"),
               ("channel_mult", len(args.channel_mult) > 0, "one number for each level"),
@@ -1149,6 +1182,17 @@ def duration(seconds):
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
 
 
+def prepare_fid(args, data, device, batch_size, rank, processes):
+    """For --fid-every: the network of features and the statistics of the training data.   ValueError: latents are no images"""
+    if data.latents:
+        raise ValueError("--fid-every measures images, and this data is latents: take python sample.py RUN --fid ... --decoder FILE")
+    network = sample.FeatureNetwork(args.features, args.cache, device)
+    reference = sample.known_statistics(data.images, network, args.cache, batch_size, rank, processes)
+    if rank == 0:
+        sample.warn_of_few(args.fid_count, len(reference[0]))
+    return network, reference[:2]
+
+
 def build(args, say):
     """Everything that a run consists of, from the flags.   -> SimpleNamespace; with --check-data, None"""
     device = sample.pick_device(args.device)
@@ -1161,6 +1205,7 @@ def build(args, say):
     data = load_data_once(args, say)
     if args.check_data:
         return None
+    fid = prepare_fid(args, data, device, share, rank, processes) if args.fid_every else None
     classes = data.classes or []
     process = {"schedule": args.schedule, "prediction": args.prediction, "zero_terminal_snr": args.zero_terminal_snr}
     config = {"flags": vars(args), "model": model_config(args, data.shape, len(classes) or None), "diffusion": process,
@@ -1181,7 +1226,7 @@ def build(args, say):
         model = model.to(memory_format=torch.channels_last)
     model = model.to(device)
     return SimpleNamespace(
-        args=args, out=Path(args.out), config=config, device=device, rank=rank, processes=processes, data=data,
+        args=args, out=Path(args.out), config=config, device=device, rank=rank, processes=processes, data=data, fid=fid,
         diffusion=diffusion, weights=weights.float().to(device),
         error_scale=CHANGE_OF_VARIABLE[args.prediction](diffusion.snr).float().to(device), window=torch.zeros(WINDOW_SIZE, device=device),
         autocast=lambda: sample.autocast(device, dtype), dtype=dtype, share=share,
@@ -1207,6 +1252,8 @@ def begin(run):
         (run.out / "samples").mkdir(parents=True, exist_ok=True)
         save_atomically(run.out / "config.json", lambda out: out.write(json.dumps(run.config, indent=1).encode()))
         cut_log(run.out / "log.csv", COLUMNS, checkpoint["step"])
+        if args.fid_every or (run.out / "fid.csv").exists():
+            cut_log(run.out / "fid.csv", FID_COLUMNS, checkpoint["step"])
         if args.weighting in PARETO_SOLVERS:
             cut_log(run.out / "pareto.csv", ["step", *(f"weight_{k}" for k in range(args.pareto_bins))], checkpoint["step"])
     if not args.resume:
@@ -1300,9 +1347,10 @@ def train(run, start):
         add_to_window(run.window, loss, errors / run.error_scale[t], norm, t * BINS // timesteps)
 
         done, stopped = step + 1, stop_signal()
-        log, draw, save = (done % every == 0 for every in (args.log_every, args.sample_every, args.save_every))
         last = done == args.steps
-        if device.type == "cpu" or log or draw or save or last or stopped:
+        log, save = done % args.log_every == 0, done % args.save_every == 0 or last or stopped
+        draw, fid = (every and (done % every == 0 or last) for every in (args.sample_every, args.fid_every))
+        if device.type == "cpu" or log or draw or save or fid:
             check_finite(run, done)                         # on a GPU this waits for it, so not at every step
         row = take_row(run, done, progress.rate(done)) if log else None
         if run.rank == 0:
@@ -1310,10 +1358,12 @@ def train(run, start):
                 append_row(run.out / "log.csv", row.values())
             progress.show(done, row)
         paused = time.time()
-        if run.rank == 0 and (draw or last):
+        if fid:
+            measure_fid(run, done)
+        if run.rank == 0 and draw:
             draw_samples(run, done)
-            draw_curves({run.out.name: read_log(run.out / "log.csv")}, run.out / "curves.png")
-        if save or last or stopped:
+            draw_curves({run.out.name: run.out}, run.out / "curves.png")
+        if save:
             save_checkpoint(run, done)
         progress.pause(time.time() - paused)
         if stopped:
@@ -1343,7 +1393,7 @@ def main():
     try:
         args = parse_args()
         if args.compare:
-            draw_curves({str(run): read_log(Path(run) / "log.csv") for run in args.compare}, args.out)
+            draw_curves({run: Path(run) for run in args.compare}, args.out)
             return say(f"look at {args.out}")
         run = build(args, say)
         if run is None:
@@ -1355,8 +1405,10 @@ def main():
         if stopped:
             say(f"{terminal}stopped; train.py --out {run.out} --resume goes on from here")
             sys.exit(128 + stopped)
-        say(f"{terminal}done in {duration(time.time() - began)}: look at {run.out / 'samples' / f'step_{args.steps:07d}.png'} and "
-            f"{run.out / 'curves.png'}, or draw more with: python sample.py {run.out}")
+        look = f"look at {run.out / 'samples' / f'step_{args.steps:07d}.png'} and {run.out / 'curves.png'}, or " if args.sample_every else ""
+        say(f"{terminal}done in {duration(time.time() - began)}: {look}draw images with: python sample.py {run.out}")
+    except KeyboardInterrupt:
+        parser.exit(130, "train.py: interrupted\n" if rank == 0 else None)
     except FloatingPointError as error:
         parser.exit(1, f"train.py: {error}\n" if rank == 0 else None)
     except (ValueError, OSError) as error:

@@ -18,7 +18,7 @@ torch.set_num_threads(1)                                # for networks this smal
 SERVER = """
 import json, os, resource, runpy, signal, sys, time
 sys.path.insert(0, sys.argv[1])
-import torch, sample, train
+import torch, torch._dynamo, sample, train
 torch.set_num_threads(1)
 for line in sys.stdin:
     job = json.loads(line)

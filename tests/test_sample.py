@@ -201,7 +201,7 @@ def test_a_chart_draws_each_line_where_its_points_are():
 def runs(command, pictures, tmp_path):
     """A class-conditional run, one without label dropout, and an unconditional one, of 8x8 pixels."""
     tiny = ("--data", pictures, "--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2",
-            "--batch-size", "8", "--steps", "2", "--device", "cpu", "--precision", "fp32", "--lr", "0.02", "--warmup", "0")
+            "--batch-size", "8", "--steps", "2", "--sample-every", "0", "--device", "cpu", "--precision", "fp32", "--lr", "0.02", "--warmup", "0")
     for name, flags in ("run", []), ("always", ["--label-dropout", "0"]), ("plain", ["--unconditional"]):
         assert command("train.py", *tiny, *flags, "--out", name).returncode == 0
     return tmp_path
@@ -287,7 +287,7 @@ def test_published_weights_sample(command, tmp_path, randomize):
 def test_decoder_turns_latents_into_pictures(command, tmp_path):
     np.save(tmp_path / "latents.npy", np.random.default_rng(0).standard_normal((16, 4, 8, 8)).astype(np.float32))
     done = command("train.py", "--data", "latents.npy", "--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2",
-                   "--batch-size", "8", "--steps", "1", "--device", "cpu", "--out", "run")
+                   "--batch-size", "8", "--steps", "1", "--sample-every", "0", "--device", "cpu", "--out", "run")
     assert done.returncode == 0, done.stderr
 
     class Decoder(torch.nn.Module):

@@ -21,7 +21,7 @@ from unet import UNet
 from uvit import UViT, ViT
 
 TINY = ("--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2", "--batch-size", "8",
-        "--log-every", "2", "--sample-every", "1000", "--save-every", "1000", "--device", "cpu", "--precision", "fp32")
+        "--log-every", "2", "--sample-every", "0", "--save-every", "1000", "--device", "cpu", "--precision", "fp32")
 
 
 def checkpoint_of(run):
@@ -60,6 +60,14 @@ def launch(tmp_path, *arguments, processes=1, **env):
     return subprocess.Popen([*(starter if processes > 1 else [sys.executable]), str(ROOT / "train.py"), *map(str, arguments)],
                             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+
+
+def wait_for(run, text):
+    """Read what a launched run prints until a line holds the text."""
+    for line in run.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the run ended without saying {text!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +154,7 @@ def test_latents_train_and_sample_to_npz(command, tmp_path):
 def tiny_run(**changes):
     """A run as build() makes it, from the flags, on 24 random images."""
     flags = {"size": (8, 8), "channels": 8, "channel_mult": (1, 2), "attention": (4,), "heads": 2, "batch_size": 8, "device": "cpu",
-             "precision": "fp32", "flip": False, **changes}
+             "precision": "fp32", "flip": False, "out": "run", **changes}
     args = train.preset_args("digits", flags)
     train.check_args(args, {})
     images = np.random.default_rng(0).integers(0, 255, (24, 8, 8, 3), dtype=np.uint8)
@@ -337,8 +345,7 @@ def test_resumed_pareto_run_is_the_uninterrupted_one(command, pictures, tmp_path
 def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path, pictures, number):
     flags = ("--data", pictures, *TINY, "--steps", "400", "--log-every", "1")
     run = launch(tmp_path, *flags, "--out", "b")
-    while "step 5 of" not in run.stdout.readline():
-        pass
+    wait_for(run, "step 5 of")
     run.send_signal(number)
     rest = run.communicate(timeout=60)[0]
     assert run.returncode == 128 + number and "--resume" in rest and "Traceback" not in rest
@@ -427,8 +434,7 @@ def children_of(pid):
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_process_that_dies_takes_the_others_with_it(pictures, tmp_path):
     run = launch(tmp_path, "--data", pictures, *TINY, "--log-every", "1", "--steps", "100000", "--out", "run", processes=2)
-    while "step 3 of" not in run.stdout.readline():
-        pass
+    wait_for(run, "step 3 of")
     os.kill(children_of(run.pid)[-1], signal.SIGKILL)
     run.communicate(timeout=60)
     assert run.returncode != 0 and not children_of(run.pid)
@@ -436,8 +442,7 @@ def test_a_process_that_dies_takes_the_others_with_it(pictures, tmp_path):
 
 def test_ctrl_c_stops_two_processes_after_the_same_step(pictures, tmp_path):
     run = launch(tmp_path, "--data", pictures, *TINY, "--log-every", "1", "--steps", "100000", "--out", "run", processes=2)
-    while "step 3 of" not in run.stdout.readline():
-        pass
+    wait_for(run, "step 3 of")
     run.send_signal(signal.SIGINT)
     printed = run.communicate(timeout=60)[0]
     assert "--resume" in printed
@@ -481,6 +486,7 @@ MISTAKES = [
     (["--seed", "-1"], "--seed must be at least 0"),
     (["--flip", "False"], "False"),
     (["--log-every", "0"], "--log-every must be at least 1"),
+    (["--sample-every", "-1"], "--sample-every must be at least 0"),
     (["--pareto-bins", "0"], "--pareto-bins must be at least 1"),
     # the model
     (["--size", "big"], "--size"),
