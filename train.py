@@ -729,18 +729,19 @@ def find_cifar10(folder):
 def fetch_cifar10(folder, say):
     name = "cifar-10-python.tar.gz"
     say(f"fetching {CIFAR10_URL} (170 MB) into {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as partial:
-        archive = Path(partial) / name
-        try:
-            with urllib.request.urlopen(CIFAR10_URL, timeout=60) as response, open(archive, "wb") as file:
-                shutil.copyfileobj(response, file)
-            if md5(archive) != CIFAR10_MD5[name]:
-                raise OSError(f"md5 {md5(archive)}, not {CIFAR10_MD5[name]}")
-        except (OSError, http.client.HTTPException) as error:
-            raise OSError(f"CIFAR-10 is not in --data-dir {folder} and could not be fetched ({error}): "
-                          f"put {name} from {CIFAR10_URL} there") from None
-        return archive.replace(folder / name)
+    try:
+        with urllib.request.urlopen(CIFAR10_URL, timeout=60) as response:
+            folder.mkdir(parents=True, exist_ok=True)       # only now: where there is no network, nothing is left behind
+            with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as partial:
+                archive = Path(partial) / name
+                with open(archive, "wb") as file:
+                    shutil.copyfileobj(response, file)
+                if md5(archive) != CIFAR10_MD5[name]:
+                    raise OSError(f"md5 {md5(archive)}, not {CIFAR10_MD5[name]}")
+                return archive.replace(folder / name)
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f"CIFAR-10 is not in --data-dir {folder} and could not be fetched ({error}): "
+                      f"put {name} from {CIFAR10_URL} there") from None
 
 
 def load_cifar10(args, say):
@@ -1041,15 +1042,15 @@ def build_parser():
     add("--pareto-regularization", type=float, default=0.0, help="ugd, frank-wolfe: lambda of lambda |w|^2")
     add("--label-dropout", type=float, default=0.1, help="share of labels withheld, for guidance; 0 = the model needs labels")
     add = p.add_argument_group("optimisation").add_argument
-    add("--steps", type=whole, default=1500, help="optimiser steps in all")
-    add("--batch-size", type=whole, default=64, help="images of a step, over all processes")
+    add("--steps", type=whole, default=1100, help="optimiser steps in all")
+    add("--batch-size", type=whole, default=32, help="images of a step, over all processes")
     add("--micro-batch", type=whole, help="images that a process computes at once (default: all of its share)")
-    add("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-    add("--warmup", type=whole, default=100, help="steps over which the learning rate rises")
+    add("--lr", type=float, default=2e-3, help="learning rate of AdamW")
+    add("--warmup", type=whole, default=50, help="steps over which the learning rate rises")
     add("--weight-decay", type=float, default=0.01, help="of AdamW, on matrices alone")
     add("--betas", type=two_numbers, default=(0.9, 0.99), metavar="B1,B2", help="of AdamW")
     add("--clip", type=float, default=1.0, help="largest gradient norm, inf = off")
-    add("--ema", type=float, default=0.995, help="decay of the averaged weights; they start with a smaller one")
+    add("--ema", type=float, default=0.99, help="decay of the averaged weights; they start with a smaller one")
     add = p.add_argument_group("run").add_argument
     add("--out", help="run folder (default: runs/ and the preset's name, or the data's)")
     add("--resume", action=on_off, default=False, help="go on from the run folder's checkpoint, with its flags")
@@ -1059,8 +1060,8 @@ def build_parser():
     add("--compile", action=on_off, default=False, help="torch.compile the network")
     add("--checkpointing", action=on_off, default=False, help="recompute activations in the backward pass: less memory, slower")
     add("--log-every", type=whole, default=50, help="steps between rows of log.csv")
-    add("--sample-every", type=whole, default=500, help="steps between sample grids; 0 = none, not at the end either")
-    add("--save-every", type=whole, default=500, help="steps between checkpoints")
+    add("--sample-every", type=whole, default=550, help="steps between sample grids; 0 = none, not at the end either")
+    add("--save-every", type=whole, default=550, help="steps between checkpoints")
     add("--fid-every", type=whole, default=0, help="steps between measurements of FID against the training data into fid.csv, 0 = none")
     add("--fid-count", type=whole, default=10_000, help="images drawn for each, with 35 model calls for an image")
     add("--features", metavar="NETWORK", help=f"of --fid-every: TorchScript file (default: {sample.INCEPTION} in --cache, fetched if need be)")
@@ -1303,10 +1304,12 @@ class Progress:
 
     def show(self, step, row=None):
         now, terminal = time.time(), sys.stdout.isatty()
+        seconds = (now - self.began) / (step - self.start)          # of a step
+        if step - self.start == 5 and not terminal:                 # on a terminal the line below says it from the start
+            print(f"this will take about {duration(seconds * (self.args.steps - step))}", flush=True)
         if not (row or terminal and now - self.shown > 1):
             return
         self.loss, self.shown = row["loss"] if row else self.loss, now
-        seconds = (now - self.began) / (step - self.start)          # of a step
         line = (f"step {step:,} of {self.args.steps:,}   loss {self.loss:.4g}   {self.args.batch_size / seconds:.0f} images/s   "
                 f"{duration(seconds * (self.args.steps - step))} left   {peak_memory():.1f} GB")
         print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)

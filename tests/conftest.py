@@ -1,7 +1,9 @@
 """What several test files share.   python -m pytest tests"""
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,32 +59,57 @@ def command_server():
     server.wait()
 
 
-@pytest.fixture
-def command(command_server, tmp_path):
-    """A function that runs one of the project's commands, command("train.py", "--steps", "3"), in an empty folder.
+def run_command(server, folder, file, *arguments, kill_after=None, largest_file=None, **env):
+    """Run one of the project's commands in a folder, as a process of its own.   -> CompletedProcess
 
     kill_after: seconds until SIGKILL   largest_file: bytes after which a write fails, as on a full disk   env: variables
     """
-    def run(file, *arguments, cwd=tmp_path, kill_after=None, largest_file=None, **env):
-        job = {"command": [str(ROOT / file), *map(str, arguments)], "cwd": str(cwd), "env": env,
-               "kill_after": kill_after, "largest_file": largest_file,
-               "stdout": str(tmp_path / "stdout"), "stderr": str(tmp_path / "stderr")}
-        command_server.stdin.write(json.dumps(job) + "\n")
-        command_server.stdin.flush()
-        code = int(command_server.stdout.readline())
-        return subprocess.CompletedProcess(job["command"], code, (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text())
-    return run
+    job = {"command": [str(ROOT / file), *map(str, arguments)], "cwd": str(folder), "env": env, "kill_after": kill_after,
+           "largest_file": largest_file, "stdout": str(folder / "stdout"), "stderr": str(folder / "stderr")}
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    code = int(server.stdout.readline())
+    return subprocess.CompletedProcess(job["command"], code, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    """The path of an .npz with 24 images of 8x8 pixels in three classes that are easy to tell apart."""
+def command(command_server, tmp_path):
+    """A function that runs one of the project's commands in an empty folder: command("train.py", "--steps", "3")."""
+    return functools.partial(run_command, command_server, tmp_path)
+
+
+def make_pictures(folder):
+    """An .npz with 24 images of 8x8 pixels in three classes that are easy to tell apart.   -> its path"""
     rng, labels = np.random.default_rng(0), np.arange(24) % 3
     images = rng.integers(0, 60, (24, 8, 8, 3), dtype=np.uint8)
     for image, label in zip(images, labels):
         image[..., label] += 180
-    np.savez(tmp_path / "pictures.npz", arr_0=images, arr_1=labels)
-    return tmp_path / "pictures.npz"
+    np.savez(folder / "pictures.npz", arr_0=images, arr_1=labels)
+    return folder / "pictures.npz"
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return make_pictures(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(command_server, tmp_path_factory):
+    """A folder with a class-conditional run, one without label dropout and an unconditional one, made once."""
+    folder = tmp_path_factory.mktemp("trained")
+    tiny = ("--data", make_pictures(folder), "--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2",
+            "--batch-size", "8", "--steps", "2", "--sample-every", "0", "--device", "cpu", "--precision", "fp32", "--lr", "0.02", "--warmup", "0")
+    for name, flags in ("run", []), ("always", ["--label-dropout", "0"]), ("plain", ["--unconditional"]):
+        done = run_command(command_server, folder, "train.py", *tiny, *flags, "--out", name)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def runs(trained, tmp_path):
+    """The runs of `trained`, copied to where `command` runs."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 @pytest.fixture
