@@ -50,7 +50,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import sample
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream
 from scaling import MODES
-from weighting import CHANGE_OF_VARIABLE, PARETO_SOLVERS, WEIGHTINGS, gradient_gram, loss_weight, pareto_weights
+from weighting import CHANGE_OF_VARIABLE, PARETO_SOLVERS, WEIGHTINGS, gradient_gram, loss_weight, pareto_weights, squeeze_into_bin
 
 BINS = 4            # of t, for the error in the log: the loss is weighted, so that only the errors compare between runs
 
@@ -163,7 +163,7 @@ def solve_weights(run, step):
 
         def bin_losses():
             for k in range(bins):
-                t_k = (t + timesteps * k) // bins                       # the k-th part of [0, T)
+                t_k = squeeze_into_bin(t, k, bins, timesteps)
                 with run.autocast():
                     error = run.diffusion.error(run.model, x0, t_k, noise, labels)
                 yield (error / run.error_scale[t_k]).mean()
@@ -277,7 +277,7 @@ def draw_curves(runs, path):
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder
 
-GRID_STEPS, GRID_GUIDANCE = 12, 2.0                 # of the sample grids; guidance where the model has learned to do without labels
+GRID_STEPS, GRID_GUIDANCE = 12, 3.0                 # of the sample grids; guidance where the model has learned to do without labels
 PARTS = ("model", "ema", "optimizer", "scaler")     # what a checkpoint holds of a run, beside its step, config and window
 
 
@@ -350,7 +350,7 @@ def measure_fid(run, step):
 
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"}
 FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF"]     # whatever a file is called, Pillow tries no other
-CACHE_VERSION = 1                   # to be raised whenever the same files would give other pixels
+CACHE_VERSION = 2                   # to be raised whenever the same files would give other pixels
 STALE = 3600                        # seconds without a write after which an unfinished cache is a killed run's
 CHUNK = 16                          # pictures that one thread decodes at a time
 MAX_CLASSES = 100_000
@@ -611,7 +611,7 @@ def draw_digit(digit, numbers, height, width):
              - 35 * abs(shade_x - np.arange(width) / width))                      # (H, W)
     image = Image.fromarray((shade[..., None] * ground).astype(np.uint8))
 
-    side, scale, angle = min(height, width), 0.85 + 0.2 * size, math.radians(16 * turn - 8)
+    side, scale, angle = min(height, width), 0.9 + 0.15 * size, math.radians(12 * turn - 6)
     reach = 0.45 * scale * side                     # from the middle of the digit to its ends
     x, y = reach + (width - 2 * reach) * across, reach + (height - 2 * reach) * down
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
@@ -1042,7 +1042,7 @@ def build_parser():
     add("--pareto-regularization", type=float, default=0.0, help="ugd, frank-wolfe: lambda of lambda |w|^2")
     add("--label-dropout", type=float, default=0.1, help="share of labels withheld, for guidance; 0 = the model needs labels")
     add = p.add_argument_group("optimisation").add_argument
-    add("--steps", type=whole, default=1100, help="optimiser steps in all")
+    add("--steps", type=whole, default=800, help="optimiser steps in all")
     add("--batch-size", type=whole, default=32, help="images of a step, over all processes")
     add("--micro-batch", type=whole, help="images that a process computes at once (default: all of its share)")
     add("--lr", type=float, default=2e-3, help="learning rate of AdamW")
@@ -1060,8 +1060,8 @@ def build_parser():
     add("--compile", action=on_off, default=False, help="torch.compile the network")
     add("--checkpointing", action=on_off, default=False, help="recompute activations in the backward pass: less memory, slower")
     add("--log-every", type=whole, default=50, help="steps between rows of log.csv")
-    add("--sample-every", type=whole, default=550, help="steps between sample grids; 0 = none, not at the end either")
-    add("--save-every", type=whole, default=550, help="steps between checkpoints")
+    add("--sample-every", type=whole, default=400, help="steps between sample grids; 0 = none, not at the end either")
+    add("--save-every", type=whole, default=400, help="steps between checkpoints")
     add("--fid-every", type=whole, default=0, help="steps between measurements of FID against the training data into fid.csv, 0 = none")
     add("--fid-count", type=whole, default=10_000, help="images drawn for each, with 35 model calls for an image")
     add("--features", metavar="NETWORK", help=f"of --fid-every: TorchScript file (default: {sample.INCEPTION} in --cache, fetched if need be)")
