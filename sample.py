@@ -1,6 +1,6 @@
 """From a trained model to pictures, and from pictures to a number: samplers, grids, bulk output, FID.
 
-    python sample.py runs/digits                                        # samples.png, a row for each class
+    python sample.py runs/digits                                        # runs/digits/sampled.png, a row a class
     python sample.py runs/digits --labels 3,7 --guidance 2 --out sevens.png
     python sample.py runs/digits --count 50000 --out samples.npz        # killed? the same command goes on
     torchrun --standalone --nproc_per_node=8 sample.py RUN --count 50000 --out samples.npz
@@ -397,7 +397,7 @@ def draw_panel(panel, width, height):
         if len(points) < 20:
             for x, y in points:
                 draw.ellipse((x - 2, y - 2, x + 2, y + 2), colour)
-        draw.text((right - 6, top + 6 + 13 * k), name, colour, font, anchor="rt")
+        draw.text((right - 6, top + 6 + 13 * k), name, colour, font, anchor="rt", stroke_width=2, stroke_fill="white")
     return picture
 
 
@@ -415,13 +415,14 @@ def axis_range(values, log):
     low, high = values.min(), values.max()
     if high - low < 1e-9 * max(1, abs(high)):
         low, high = low - 0.5, high + 0.5
-    if log and high - low > 1.5:
-        step = max(1, round((high - low) / 5))
-        ticks = [(e, f"{10.0 ** e:g}") for e in range(math.ceil(low), math.floor(high) + 1, step)]
+    if log:                                                 # powers of ten, and 2 and 5 times them where there is room
+        step, parts = max(1, round((high - low) / 5)), (1, 2, 5) if high - low < 3 else (1,)
+        marks = [part * 10.0**e for e in range(math.floor(low), math.ceil(high) + 1, step) for part in parts]
+        ticks = [(math.log10(mark), f"{mark:g}") for mark in marks if low <= math.log10(mark) <= high]
     else:
         rough = (high - low) / 5
         step = min((m * 10 ** math.floor(math.log10(rough)) for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
-        ticks = [(v, f"{10 ** v if log else v:.4g}") for v in np.arange(math.ceil(low / step) * step, high + step / 1e6, step)]
+        ticks = [(mark, f"{mark:,.6g}") for mark in np.arange(math.ceil(low / step) * step, high + step / 1e6, step)]
     margin = 0.03 * (high - low)
     return low - margin, high + margin, ticks
 
