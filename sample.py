@@ -886,6 +886,9 @@ def check_numbers(args, model, diffusion):
     if args.guidance != 1 and (model.num_classes is None or not model.null_label or args.labels == "none"):
         raise ValueError(f"--guidance {args.guidance:g} needs labels and a class-conditional model that was trained with "
                          f"--label-dropout; 1 turns it off")
+    first, last = args.guidance_interval or (0, 0)
+    if args.guidance_interval and (args.guidance == 1 or not 0 <= first <= last < diffusion.timesteps):
+        raise ValueError(f"--guidance-interval goes with --guidance, and needs 0 <= FIRST <= LAST < {diffusion.timesteps}, not {first} {last}")
     if args.interpolate and (args.churn or min(args.interpolate) < 0 or len(set(args.interpolate)) == 1):
         raise ValueError("--interpolate needs the numbers of two images, and no --churn, whose noise belongs to neither")
     if args.churn and args.solver == "dpm++2m":

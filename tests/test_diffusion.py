@@ -450,3 +450,10 @@ def test_random_streams_of_neighbours_are_unrelated_normal_numbers():
     draws = torch.stack([torch.from_numpy(random_stream(0, "noise", k).standard_normal(10_000)) for k in range(20)])
     assert draws.mean(1).abs().max() < 0.05 and (draws.var(1) - 1).abs().max() < 0.08
     assert (draws.corrcoef() - torch.eye(20)).abs().max() < 0.05
+
+
+def test_guidance_is_refused_outside_its_interval_too(randomize):
+    model = UNet(8, channels=8, channel_mult=(1, 2), attention=(), heads=2)
+    denoiser = Denoiser(model, Diffusion())
+    with pytest.raises(ValueError, match="class-conditional"):
+        denoiser(torch.zeros(1, 3, 8, 8), denoiser.sigmas[10], torch.tensor([0]), 3.0, (500, 600))

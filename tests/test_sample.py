@@ -340,6 +340,8 @@ MISTAKES = [
     (["always", "--labels", "none"], "--label-dropout"),
     (["run", "--labels", "none", "--guidance", "2"], "--guidance 2"),
     (["run", "--guidance", "nan"], "--guidance"),
+    (["run", "--guidance", "2", "--guidance-interval", "800", "0"], "--guidance-interval"),
+    (["run", "--guidance-interval", "0", "800"], "--guidance-interval goes with --guidance"),
     (["run", "--churn", "-1"], "--churn"),
     (["run", "--churn", "1", "--solver", "dpm++2m"], "--churn"),
     (["run", "--out", "x.jpg"], "x.jpg must end in"),

@@ -235,7 +235,7 @@ def test_sizes_that_levels_do_not_divide_are_refused():
             model(torch.zeros(shape), t(5))
 
 
-@pytest.mark.parametrize("channels, groups", [(7, 1), (12, 4), (20, 4), (40, 8), (48, 16), (64, 32), (96, 32)])
+@pytest.mark.parametrize("channels, groups", [(7, 1), (10, 2), (12, 4), (40, 4), (48, 4), (32, 32), (96, 32)])
 def test_any_number_of_channels_is_fine(channels, groups, randomize):
     model = randomize(UNet(4, channels=channels, channel_mult=(1, 2), blocks=1, attention=(4,), heads=1))
     assert model.encoder[1][0].norm1.num_groups == groups
@@ -427,3 +427,11 @@ def test_the_lesson_prints_every_part_and_its_parameters(run_lesson):
         row = next(line for line in printed.splitlines() if line.startswith(part + " "))
         assert f"{sum(p.numel() for p in model.get_submodule(part).parameters()):,d}" in row
     assert f"{sum(p.numel() for p in model.parameters()):,d}" in printed and max(map(len, printed.splitlines())) <= 125
+
+
+def test_a_network_whose_norms_would_take_out_the_embedding_is_refused():
+    """32 channels in 32 groups: h + emb loses emb in the norm that follows. With scale-shift, or a wider level, it does not."""
+    with pytest.raises(ValueError, match="scale_shift_norm"):
+        UNet(8, channels=32, channel_mult=(1, 1), attention=(), scale_shift_norm=False)
+    UNet(8, channels=32, channel_mult=(1, 2), attention=(), scale_shift_norm=False)
+    UNet(8, channels=32, channel_mult=(1, 1), attention=())
