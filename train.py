@@ -1111,7 +1111,7 @@ def check_args(args, given):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is not a flag of --backbone {args.backbone}")
     if args.backbone == "vit" and args.skip_scaling != "none":
         raise ValueError(f"--skip-scaling {args.skip_scaling}: --backbone vit has no long skips to scale")
-    at_least_1 = ("steps", "batch_size", "log_every", "save_every", "pareto_every", "pareto_bins", "heads", "channels", "blocks", "patch", "width", "depth")
+    at_least_1 = ("steps", "batch_size", "log_every", "save_every", "pareto_every", "heads", "channels", "blocks", "patch", "width", "depth")
     rules = [(name, getattr(args, name) >= 1, "at least 1") for name in at_least_1]
     rules += [(name, getattr(args, name) is None or getattr(args, name) >= 1, "at least 1") for name in ("crop", "micro_batch", "head_channels")]
     rules += [(name, 0 < getattr(args, name) < math.inf, "a positive number") for name in ("lr", "gamma")]
@@ -1120,6 +1120,7 @@ def check_args(args, given):
     rules += [("fid_every", args.fid_every >= 0, "at least 0"), ("fid_count", args.fid_count >= 2, "at least 2"),
               ("features", "features" not in given or args.fid_every > 0, "given with --fid-every")]
     rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
+              ("pareto_bins", 1 <= args.pareto_bins <= 1000, "from 1 to the 1000 timesteps"),
               ("betas", all(0 <= beta < 1 for beta in args.betas), "two numbers in [0, 1)"),
               ("channel_mult", len(args.channel_mult) > 0, "one number for each level"),
               ("data", args.data is not None, "digits, cifar10 or a path: this preset's images must be given")]

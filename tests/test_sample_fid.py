@@ -294,48 +294,6 @@ def test_two_processes_measure_as_one(command, trained):
         np.testing.assert_allclose(kept[0][name], kept[1][name], rtol=1e-5, atol=1e-9)
 
 
-def test_killed_and_repeated_gives_the_same_file(command, trained):
-    flags = ("run", "--count", "80", "--batch-size", "2", *DRAW, "--fid", "train")
-    whole = fid_of(command("sample.py", *flags, "--out", "whole.npz"))
-    drawing = subprocess.Popen([sys.executable, ROOT / "sample.py", *flags, "--out", "again.npz"], cwd=trained, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    marks, deadline = trained / "again.npz.partial/done.npy", time.time() + 60
-    while time.time() < deadline and not (marks.exists() and np.load(marks).any()):
-        time.sleep(0.01)
-    drawing.kill()
-    drawing.wait()
-    done = np.load(marks).sum()
-    assert 0 < done < 80
-    again = command("sample.py", *flags, "--out", "again.npz")
-    assert fid_of(again) == whole and f"({80 - done} images in" in again.stdout
-    a, b = (np.load(trained / f"{name}.npz") for name in ("whole", "again"))
-    assert np.array_equal(a["arr_0"], b["arr_0"]) and np.array_equal(a["arr_1"], b["arr_1"])
-
-
-MISTAKES = [
-    (("a.npz", "--fid", "pictures.npz", "--features", "none.pt"), "none.pt does not exist"),
-    (("a.npz", "--fid", "pictures.npz", "--features", "a.npz"), "cannot be read as TorchScript"),
-    (("a.npz", "--fid", "pictures.npz", "--features", "plain.pt"), "plain.pt fails on images of"),
-    (("a.npz", "--fid", "pictures.npz", "--features", "image.pt"), "not a row each"),
-    (("a.npz", "--fid", "nowhere", "--features", "features.pt"), "--fid nowhere is not there"),
-    (("a.npz", "--fid", "nowhere.npz", "--features", "features.pt"), "nowhere.npz"),
-    (("a.npz", "--fid", "other.npz", "--features", "features.pt"), "holds x, y: neither mu and sigma nor images"),
-    (("a.npz", "--fid", "torn.npz", "--features", "features.pt"), "torn.npz cannot be read"),
-    (("a.npz", "--fid", "wide.npz", "--features", "features.pt"), "is of 7 features, and --features features.pt gives 6"),
-    (("a.npz", "--fid", "large.npz", "--features", "features.pt"), "its images are 16x16 pixels, and those to be measured 8x8"),
-    (("a.npz", "--fid", "train", "--features", "features.pt"), "training data of a run"),
-    (("latents.npy", "--fid", "pictures.npz", "--features", "features.pt"), "holds float32"),
-    (("single.npz", "--fid", "pictures.npz", "--features", "features.pt"), "at least 2 images"),
-    (("mixed", "--fid", "pictures.npz", "--features", "features.pt"), "b.png is 9x9 pixels"),
-    (("damaged", "--fid", "pictures.npz", "--features", "features.pt"), "a.png cannot be read"),
-    (("empty", "--fid", "pictures.npz", "--features", "features.pt"), "empty holds no images"),
-    (("run", "--fid", "train", "--out", "grid.png", "--features", "features.pt"), "--out grid.png: FID"),
-    (("run", "--features", "features.pt"), "--features goes with --fid"),
-    (("run", "--interpolate", "1", "1"), "--interpolate needs"),
-    (("run", "--path", "--out", "x.npz"), "one picture"),
-]
-
-
 def test_mistakes_are_one_line(command, trained, tmp_path):
     write_images(tmp_path / "a.npz", 5), write_images(tmp_path / "large.npz", 5, size=16), write_images(tmp_path / "single.npz", 1)
     torch.jit.script(torch.nn.Flatten()).save(tmp_path / "plain.pt")
