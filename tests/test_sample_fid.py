@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 
 import numpy as np
@@ -292,6 +291,30 @@ def test_two_processes_measure_as_one(command, trained):
     kept = [np.load(next((trained / cache).glob("fid-*.npz"))) for cache in ("cache1", "cache")]
     for name in ("mu", "sigma", "features"):
         np.testing.assert_allclose(kept[0][name], kept[1][name], rtol=1e-5, atol=1e-9)
+
+
+MISTAKES = [
+    (("a.npz", "--fid", "pictures.npz", "--features", "none.pt"), "none.pt does not exist"),
+    (("a.npz", "--fid", "pictures.npz", "--features", "a.npz"), "cannot be read as TorchScript"),
+    (("a.npz", "--fid", "pictures.npz", "--features", "plain.pt"), "plain.pt fails on images of"),
+    (("a.npz", "--fid", "pictures.npz", "--features", "image.pt"), "not a row each"),
+    (("a.npz", "--fid", "nowhere", "--features", "features.pt"), "--fid nowhere is not there"),
+    (("a.npz", "--fid", "nowhere.npz", "--features", "features.pt"), "nowhere.npz"),
+    (("a.npz", "--fid", "other.npz", "--features", "features.pt"), "holds x, y: neither mu and sigma nor images"),
+    (("a.npz", "--fid", "torn.npz", "--features", "features.pt"), "torn.npz cannot be read"),
+    (("a.npz", "--fid", "wide.npz", "--features", "features.pt"), "is of 7 features, and --features features.pt gives 6"),
+    (("a.npz", "--fid", "large.npz", "--features", "features.pt"), "its images are 16x16 pixels, and those to be measured 8x8"),
+    (("a.npz", "--fid", "train", "--features", "features.pt"), "training data of a run"),
+    (("latents.npy", "--fid", "pictures.npz", "--features", "features.pt"), "holds float32"),
+    (("single.npz", "--fid", "pictures.npz", "--features", "features.pt"), "at least 2 images"),
+    (("mixed", "--fid", "pictures.npz", "--features", "features.pt"), "b.png is 9x9 pixels"),
+    (("damaged", "--fid", "pictures.npz", "--features", "features.pt"), "a.png cannot be read"),
+    (("empty", "--fid", "pictures.npz", "--features", "features.pt"), "empty holds no images"),
+    (("run", "--fid", "train", "--out", "grid.png", "--features", "features.pt"), "--out grid.png: FID"),
+    (("run", "--features", "features.pt"), "--features goes with --fid"),
+    (("run", "--interpolate", "1", "1"), "--interpolate needs"),
+    (("run", "--path", "--out", "x.npz"), "one picture"),
+]
 
 
 def test_mistakes_are_one_line(command, trained, tmp_path):
