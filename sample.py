@@ -128,6 +128,11 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 
+def torch_load(file):
+    """torch.load of plain values alone; what is not used of a file stays unread, unless it is of PyTorch's older format."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
 def load_checkpoint(path):
     """The checkpoint of a run folder, or a checkpoint file, as the dict that train.py saved.   ValueError: says what is wrong."""
     path = Path(path)
@@ -135,7 +140,7 @@ def load_checkpoint(path):
     if not file.exists():
         raise ValueError(f"{file} does not exist: give a run folder of train.py or a checkpoint file")
     try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch_load(file)
     except Exception as error:                              # torn, foreign or unsafe files fail in many ways
         raise ValueError(f"{file} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from None
     if not isinstance(checkpoint, dict) or not {"model", "ema", "optimizer", "step", "config"} <= checkpoint.keys():
@@ -167,7 +172,7 @@ def load_model(path, raw=False):
 def read_weights(file):
     """A published file of weights.   -> {name: tensor}   ValueError: missing, or not safely readable as that"""
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        state = torch_load(file)
     except FileNotFoundError:
         raise ValueError(f"--weights {file} does not exist") from None
     except Exception as error:                              # torn, foreign or unsafe files fail in many ways
@@ -437,6 +442,8 @@ class FolderStore:
         self.out, self.count, self.settings = Path(out), count, settings
 
     def create(self):
+        if self.out.is_dir() and any(self.out.iterdir()) and not (self.out / "settings.json").exists():
+            raise ValueError(f"--out {self.out} is a folder with other things in it: choose another")
         self.out.mkdir(parents=True, exist_ok=True)
         keep_settings(self.out / "settings.json", {k: v for k, v in self.settings.items() if k != "count"})
         with open(self.out / "labels.csv", "w", newline="") as file:
@@ -466,6 +473,8 @@ class ArrayStore:
         self.partial = Path(f"{out}.partial")
 
     def create(self):
+        if self.out.suffix == ".npz" and self.out.exists():
+            raise ValueError(f"--out {self.out} exists already: delete it or choose another")
         self.partial.mkdir(parents=True, exist_ok=True)
         keep_settings(self.partial / "settings.json", self.settings)
         dtype = np.float32 if self.settings["latents"] else np.uint8
@@ -797,6 +806,13 @@ def measure(args, images, count, network, reference, rank, processes):
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help lines that end with the default, unless there is none or the line says it itself."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None or "(default" in action.help else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit status 2."""
 
@@ -805,7 +821,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv=None):
-    p = Parser(description="Draw images with a trained model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(description="Draw images with a trained model.", formatter_class=Help)
     p.add_argument("run", nargs="?", help="run folder of train.py, or a checkpoint file; with --fid also images: a folder, .zip, .npz")
     p.add_argument("--out", help="grid.png, samples.npz or folder/ (default: sampled.png in the run folder, with --fid samples.npz)")
     p.add_argument("--count", type=int, help="number of images (default: 64; 10 with --interpolate, 4 with --path)")
@@ -879,8 +895,8 @@ def check_numbers(args, model, diffusion):
     for flag in "count", "batch_size", "steps":
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
-    if args.seed < 0 or not 0 <= args.churn < math.inf or not math.isfinite(args.guidance):
-        raise ValueError("--seed and --churn must not be negative, and --guidance must be a finite number")
+    if not 0 <= args.seed < 2**63 or not 0 <= args.churn < math.inf or not math.isfinite(args.guidance):
+        raise ValueError("--seed must be from 0 to 2^63 - 1, --churn at least 0, and --guidance a finite number")
     if args.steps > diffusion.timesteps:
         raise ValueError(f"--steps {args.steps} is more than the {diffusion.timesteps} timesteps that the model knows")
     if args.guidance != 1 and (model.num_classes is None or not model.null_label or args.labels == "none"):
@@ -967,7 +983,7 @@ def draw_images(args, config, model, diffusion, device, labels, decode, rank, pr
     if processes > 1:
         dist.barrier()
     seconds = time.time() - started
-    return f"{store.finish()}  ({mine * processes} images in {seconds:.1f} s, {mine * processes / seconds:.1f} a second)" if rank == 0 else ""
+    return f"{store.finish()}  ({len(todo)} images in {seconds:.1f} s, {len(todo) / seconds:.1f} a second)" if rank == 0 else ""
 
 
 def progress(line, rank=0):
@@ -986,8 +1002,10 @@ def pick_out(args):
     folder = Path(args.run if args.run and Path(args.run).is_dir() else Path(args.run or ".").parent)
     strip = "interpolated.png" if args.interpolate else "path.png" if args.path else None
     out = args.out or str(folder / (strip or ("samples.npz" if args.fid else "sampled.png")))
-    if Path(out).suffix not in (".png", ".npz", ""):
+    if Path(out).suffix not in (".png", ".npz", "") and not out.endswith("/"):
         raise ValueError(f"--out {out} must end in .png (a grid), .npz (arrays) or / (a folder of images)")
+    if out.endswith((".png", ".npz")) and Path(out).is_dir():
+        raise ValueError(f"--out {out} is a folder")
     if strip and not out.endswith(".png"):
         raise ValueError(f"--out {out}: --interpolate and --path draw one picture, a .png")
     if args.fid and out.endswith(".png"):
@@ -1039,6 +1057,8 @@ def main():
                 dist.barrier()                              # the first process has just finished the file
             images = open_images(args.out, args.cache) if drawing else images
             say(measure(args, images, args.count if drawing else images.shape[0], network, reference, rank, processes))
+    except KeyboardInterrupt:
+        parser.exit(130, "\nstopped; the same command goes on with what is missing\n" if rank == 0 else None)
     except (ValueError, OSError) as error:
         parser.exit(2, f"sample.py: {error}\n" if rank == 0 else None)
     finally:

@@ -85,9 +85,9 @@ def main():
     for depth in 4, 8, 16:
         print(f"N = {depth} long skips: kappa of the outermost ... innermost, and sum_j kappa_j^2, which by Theorems 3.1 and 3.2")
         print("bounds how much the features and gradients of the decoder can grow")
-        for mode, kappa in ("none", 1.0), ("sqrt2", 1.0), ("cs", 0.9), ("cs", 0.7), ("cs", 0.5):
+        for mode, kappa in [*((mode, 0.9) for mode in CONSTANTS), ("cs", 0.7), ("cs", 0.5)]:
             kappas = SkipScaling(mode, [1] * depth, kappa).kappas
-            name = f"{mode} {kappa}" if mode == "cs" else mode
+            name = mode if mode in ("none", "sqrt2") else f"{mode} {kappa}"
             row = " ".join(f"{k:5.3f}" for k in kappas[:8]) + (" ..." if depth > 8 else "")
             print(f"  {name:8s} {row:52s}  sum of squares {sum(k * k for k in kappas):6.2f}")
         print()

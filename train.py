@@ -215,7 +215,7 @@ def check_finite(run, step):
     broken = [bin_name(k) for k in range(BINS) if run.window[BROKEN][k] > 0]
     where = f"the loss at {' and '.join(broken)}" if broken else "the gradient, while the loss was finite"
     raise FloatingPointError(f"step {step - skipped + 1}: nan or infinity in {where}. {run.out / 'checkpoint.pt'} is the last good "
-                             f"checkpoint; a lower --lr, a smaller --clip or --precision fp32 may help")
+                             f"checkpoint: if the data is sound, --resume with a lower --lr may help")
 
 
 def take_row(run, step, images_per_s):
@@ -233,9 +233,12 @@ def take_row(run, step, images_per_s):
 
 def read_log(path, columns=COLUMNS):
     """log.csv, or fid.csv with FID_COLUMNS -> {column: list of floats}"""
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: [float(row[name]) for row in rows] for name in columns}
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        return {name: [float(row[name]) for row in rows] for name in columns}
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is not a log of train.py, or a torn one") from None
 
 
 def append_row(path, values):
@@ -246,8 +249,9 @@ def append_row(path, values):
 
 def cut_log(path, columns, step):
     """Start a .csv file, or take back the rows after the checkpoint that a resumed run goes on from."""
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    kept = [line for line in lines if line.count(",") == len(columns) - 1 and int(line.split(",")[0]) <= step]
+    lines = path.read_text(errors="replace").splitlines()[1:] if path.exists() else []
+    rows = [line.split(",") for line in lines]
+    kept = [line for line, row in zip(lines, rows) if len(row) == len(columns) and row[0].isdecimal() and int(row[0]) <= step]
     text = "".join(f"{line}\n" for line in [",".join(columns), *kept])
     save_atomically(path, lambda file: file.write(text.encode()))
 
@@ -997,13 +1001,13 @@ def two_numbers(text):
 
 
 def build_parser():
-    p = sample.Parser(prog="train.py", description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = sample.Parser(prog="train.py", description=__doc__.splitlines()[0], formatter_class=sample.Help)
     on_off = argparse.BooleanOptionalAction
     add = p.add_argument_group("data").add_argument
     add("--preset", choices=PRESETS, default="digits", help="a published setting; flags beside it win", metavar="NAME")
     add("--data", default="digits", help="digits, cifar10, or a path: folder or zip of images, .npz, .npy")
     add("--data-dir", default="cifar10", metavar="DIR", help="where CIFAR-10 lies, or is put")
-    add("--size", type=size, default=(32, 32), help="pixels: 32, or 32x64 for height x width")
+    add("--size", type=size, default="32", help="pixels: 32, or 32x64 for height x width")
     add("--crop", type=whole, help="first cut out this many pixels from the centre (CelebA: 140)")
     add("--gray", action=on_off, default=False, help="one channel instead of three")
     add("--flip", action=on_off, default=None, help="mirror half of the images (default: yes, but not digits or latents)")
@@ -1017,9 +1021,9 @@ def build_parser():
     add("--kappa", type=float, default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
     add("--heads", type=whole, default=4, help="attention heads")
     add("--channels", type=whole, default=16, help="unet: width of the first level")
-    add("--channel-mult", type=integers, default=(1, 2, 4), metavar="M,M,..", help="unet: width of each level, times --channels")
+    add("--channel-mult", type=integers, default="1,2,4", metavar="M,M,..", help="unet: width of each level, times --channels")
     add("--blocks", type=whole, default=1, help="unet: residual blocks of a level")
-    add("--attention", type=integers, default=(8,), metavar="H,H,..", help="unet: feature-map heights with attention")
+    add("--attention", type=integers, default="8", metavar="H,H,..", help="unet: feature-map heights with attention")
     add("--head-channels", type=whole, help="unet: channels of a head, instead of --heads")
     add("--dropout", type=float, default=0.0, help="unet: share of features dropped in training")
     add("--scale-shift-norm", action=on_off, default=True, help="unet: the embedding scales and shifts (ADM) or adds (DDPM)")
@@ -1048,7 +1052,7 @@ def build_parser():
     add("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     add("--warmup", type=whole, default=50, help="steps over which the learning rate rises")
     add("--weight-decay", type=float, default=0.01, help="of AdamW, on matrices alone")
-    add("--betas", type=two_numbers, default=(0.9, 0.99), metavar="B1,B2", help="of AdamW")
+    add("--betas", type=two_numbers, default="0.9,0.99", metavar="B1,B2", help="of AdamW")
     add("--clip", type=float, default=1.0, help="largest gradient norm, inf = off")
     add("--ema", type=float, default=0.99, help="decay of the averaged weights; they start with a smaller one")
     add = p.add_argument_group("run").add_argument
@@ -1091,9 +1095,10 @@ def parse_args(argv=None):
     given = {name: value for name, value in vars(flags).items() if value is not untouched}
     args = preset_args(given.get("preset", "digits"), given)
     if args.out is None:
-        args.out = "curves.png" if args.compare else f"runs/{Path(str(args.data)).stem if 'data' in given else args.preset}"
+        args.out = "curves.png" if args.compare else f"runs/{Path(str(args.data)).resolve().stem if 'data' in given else args.preset}"
     if args.resume:
         saved = sample.load_checkpoint(args.out)["config"]["flags"]
+        given |= {"data": saved["data"]} if "data" in given and Path(given["data"]).resolve() == Path(saved["data"]).resolve() else {}
         changed = [name for name in given if name not in MAY_CHANGE and given[name] != saved[name]]
         if changed:
             found = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in changed)
@@ -1119,6 +1124,7 @@ def check_args(args, given):
     rules += [(name, 0 <= getattr(args, name) < 1, "in [0, 1)") for name in ("dropout", "ema", "label_dropout")]
     rules += [("fid_every", args.fid_every >= 0, "at least 0"), ("fid_count", args.fid_count >= 2, "at least 2"),
               ("features", "features" not in given or args.fid_every > 0, "given with --fid-every")]
+    rules += [("seed", args.seed < 2**63, "below 2^63"), ("steps", args.steps <= 10**12, "at most 1e12"), ("batch_size", args.batch_size <= 10**6, "at most 1e6")]
     rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
               ("pareto_bins", 1 <= args.pareto_bins <= 1000, "from 1 to the 1000 timesteps"),
               ("betas", all(0 <= beta < 1 for beta in args.betas), "two numbers in [0, 1)"),
@@ -1159,20 +1165,6 @@ def load_data_once(args, say):
     return data
 
 
-def start_run(args, config, resume):
-    """Make the run folder, or read the checkpoint to go on from.   -> checkpoint or None   ValueError: nothing may be lost"""
-    out = Path(args.out)
-    if resume:
-        checkpoint = sample.load_checkpoint(out)
-        changed = [key for key in ("data", "model") if checkpoint["config"][key] != config[key]]
-        if changed:
-            raise ValueError(f"--resume: the {changed[0]} of {out} has changed: {checkpoint['config'][changed[0]]} then, {config[changed[0]]} now")
-        return checkpoint
-    if (out / "checkpoint.pt").exists():
-        raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
-    return None
-
-
 def learning_rate(args, step):
     """Linear warm-up over the first steps, then constant, as in both papers."""
     return args.lr * min(1.0, (step + 1) / max(args.warmup, 1))
@@ -1204,6 +1196,11 @@ def build(args, say):
     if args.batch_size % processes or share % (args.micro_batch or share):
         raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the number of processes, {processes}, and each "
                          f"one's share a multiple of --micro-batch {args.micro_batch or share}")
+    out = Path(args.out)
+    if not (args.resume or args.check_data) and (out / "checkpoint.pt").exists():
+        raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
+    if not (args.resume or args.check_data) and out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
+        raise ValueError(f"--out {out} is a folder with other things in it: choose another")
     data = load_data_once(args, say)
     if args.check_data:
         return None
@@ -1228,7 +1225,7 @@ def build(args, say):
         model = model.to(memory_format=torch.channels_last)
     model = model.to(device)
     return SimpleNamespace(
-        args=args, out=Path(args.out), config=config, device=device, rank=rank, processes=processes, data=data, fid=fid,
+        args=args, out=out, config=config, device=device, rank=rank, processes=processes, data=data, fid=fid,
         diffusion=diffusion, weights=weights.float().to(device),
         error_scale=CHANGE_OF_VARIABLE[args.prediction](diffusion.snr).float().to(device), window=torch.zeros(WINDOW_SIZE, device=device),
         autocast=lambda: sample.autocast(device, dtype), dtype=dtype, share=share,
@@ -1238,13 +1235,13 @@ def build(args, say):
 
 def begin(run):
     """Start the run folder, or with --resume go on from it.   -> the step to start with   ValueError: nothing may be lost"""
-    file, args = run.out / "checkpoint.pt", run.args
-    if file.exists() and not args.resume:
-        raise ValueError(f"{run.out} already holds a run: --resume goes on with it, another --out starts a new one")
+    args = run.args
     checkpoint = sample.load_checkpoint(run.out) if args.resume else {"step": 0}
     for key in ("data", "model") if args.resume else ():
         if checkpoint["config"][key] != run.config[key]:
             raise ValueError(f"--resume: the {key} of {run.out} was {checkpoint['config'][key]}, and is now {run.config[key]}")
+    if checkpoint["step"] > args.steps:
+        raise ValueError(f"--steps {args.steps}: the run in {run.out} is at step {checkpoint['step']} already")
     if args.resume:
         for name in PARTS:
             getattr(run, name).load_state_dict(checkpoint[name])
@@ -1364,11 +1361,11 @@ def train(run, start):
         paused = time.time()
         if fid:
             measure_fid(run, done)
+        if save:
+            save_checkpoint(run, done)
         if run.rank == 0 and draw:
             draw_samples(run, done)
             draw_curves({run.out.name: run.out}, run.out / "curves.png")
-        if save:
-            save_checkpoint(run, done)
         progress.pause(time.time() - paused)
         if stopped:
             return stopped
@@ -1403,6 +1400,8 @@ def main():
         if run is None:
             return
         start, began = begin(run), time.time()
+        if start == args.steps:
+            return say(f"{run.out} is done: it is at step {start:,} of {args.steps:,}; --steps goes further")
         say(describe(run, start))
         stopped = train(run, start)
         terminal = "\n" if sys.stdout.isatty() else ""
@@ -1417,6 +1416,10 @@ def main():
         parser.exit(1, f"train.py: {error}\n" if rank == 0 else None)
     except (ValueError, OSError) as error:
         parser.exit(2, f"train.py: {error}\n" if rank == 0 else None)
+    except RuntimeError as error:
+        if "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        parser.exit(2, "train.py: out of memory: a smaller --micro-batch, --checkpointing or a smaller model needs less\n")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

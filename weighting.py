@@ -16,7 +16,6 @@ so that the same loss has the weight w/s on eps and w/(s + 1) on v. A small weig
 mistake: at s = 0.001, min-snr gives v the weight 0.001, and x_0 the same.
 """
 
-import argparse
 import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,10 +415,10 @@ def study_run(path, bins, steps, tuned):
 
 
 def main():
-    from sample import Parser
+    from sample import Help, Parser
 
     parser = Parser(description="What the loss weights are, and with --run why they matter.",
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                    formatter_class=Help)
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to experiment with")
     parser.add_argument("--bins", type=int, default=10, help="equal parts of the timesteps, at least 2")
     parser.add_argument("--steps", type=int, default=150, help="of fine-tuning on one bin alone")

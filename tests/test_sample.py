@@ -213,6 +213,7 @@ def test_grid_folder_and_npz_hold_the_same_images(command, runs):
 
 def test_seed_batch_size_and_weights(command, runs):
     def draw(*flags):
+        (runs / "x.npz").unlink(missing_ok=True)
         assert command("sample.py", "run", "--count", "5", "--steps", "3", "--out", "x.npz", *flags).returncode == 0
         return np.load(runs / "x.npz")["arr_0"].astype(int)
 
@@ -226,6 +227,7 @@ def test_seed_batch_size_and_weights(command, runs):
 
 def test_labels_by_name_number_and_none(command, runs):
     def labels(text):
+        (runs / "x.npz").unlink(missing_ok=True)
         assert command("sample.py", "run", "--count", "4", "--steps", "2", "--labels", text, "--out", "x.npz").returncode == 0
         return np.load(runs / "x.npz")["arr_1"].tolist()
 
@@ -356,6 +358,10 @@ MISTAKES = [
     (["--weights", "other.pt", "--preset", "nothing"], "--preset 'nothing'"),
     (["--weights", "other.pt", "--preset", "cifar10-uvit-s"], "do not fit"),
     (["run", "--precision", "fp16"], "--precision fp16"),
+    (["run", "--seed", "99999999999999999999999999"], "--seed"),
+    (["run", "--out", "pictures.npz"], "pictures.npz exists already"),
+    (["run", "--out", "plain"], "other things in it"),
+    (["run", "--out", "folder.png"], "folder.png is a folder"),
 ]
 
 
@@ -365,6 +371,7 @@ def test_mistakes_are_answered_by_one_line_and_nothing_is_written(command, runs)
     changed = torch.load(runs / "run/checkpoint.pt", weights_only=True)
     changed["config"]["model"]["channels"] = 16
     torch.save(changed, runs / "changed.pt")
+    (runs / "folder.png").mkdir()
     names, wrong = sorted(path for path in runs.rglob("*")), []
     for flags, cause in MISTAKES:
         done = command("sample.py", *flags, "--device", "cpu", "--steps", *(["2"] if "--steps" not in flags else [flags[flags.index("--steps") + 1]]))

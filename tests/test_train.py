@@ -486,6 +486,9 @@ MISTAKES = [
     (["--preset", "imagenet"], "--preset"),
     (["--preset", "celeba64-unet"], "--data must be"),
     (["--seed", "-1"], "--seed must be at least 0"),
+    (["--seed", "1e30"], "--seed must be below"),
+    (["--steps", "1e30"], "--steps must be at most"),
+    (["--batch-size", "1e20"], "--batch-size must be at most"),
     (["--flip", "False"], "False"),
     (["--log-every", "0"], "--log-every must be at least 1"),
     (["--sample-every", "-1"], "--sample-every must be at least 0"),
@@ -516,6 +519,9 @@ MISTAKES = [
     (["--resume", "--out", "trained", "--seed", "3"], "--seed 0"),
     (["--resume", "--out", "trained", "--weighting", "snr"], "--weighting min-snr"),
     (["--out", "trained"], "already holds a run"),
+    (["--out", "damaged"], "other things in it"),
+    (["--resume", "--out", "trained", "--steps", "1"], "is at step 2 already"),
+    (["--compare", "foreign"], "is not a log of train.py"),
     (["--weights", "nothing.pt"], "nothing.pt does not exist"),
     (["--weights", "notes.txt"], "notes.txt cannot be read"),
     (["--weights", "trained/checkpoint.pt"], "is not a dict of tensors"),
@@ -537,6 +543,7 @@ def workshop(command, pictures, tmp_path):
     (tmp_path / "notes.txt").write_text("nothing to train on")
     (tmp_path / "damaged/broken.png").write_bytes(b"not a picture")
     (tmp_path / "foreign/checkpoint.pt").write_bytes(b"not a checkpoint")
+    (tmp_path / "foreign/log.csv").write_text("a,b\n1,2\n")
     for name in ("stdout", "stderr"):
         (tmp_path / name).touch()
     return tmp_path
