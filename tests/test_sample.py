@@ -2,8 +2,10 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -255,6 +257,17 @@ def test_killed_run_goes_on_to_the_same_file(command, runs):
     assert np.array_equal(whole["arr_0"], killed["arr_0"]) and np.array_equal(whole["arr_1"], killed["arr_1"])
     for k in (0, 599):
         assert np.array_equal(np.asarray(Image.open(runs / f"folder/{k:06d}.png")), whole["arr_0"][k])
+
+
+def test_ctrl_c_ends_in_one_line_and_keeps_what_is_drawn(command, runs):
+    flags = ("run", "--count", "100000", "--batch-size", "3", "--steps", "3", "--out", "many/", "--device", "cpu")
+    drawing = subprocess.Popen([sys.executable, str(ROOT / "sample.py"), *flags], cwd=runs, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while drawing.poll() is None and not list((runs / "many").glob("*.png")):
+        time.sleep(0.05)
+    drawing.send_signal(signal.SIGINT)
+    errors = drawing.communicate(timeout=60)[1]
+    assert drawing.returncode == 130 and errors.strip() == "stopped; the same command goes on with what is missing"
 
 
 def test_two_processes_draw_the_same_images(command, runs):
