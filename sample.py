@@ -420,14 +420,19 @@ def axis_range(values, log):
     low, high = values.min(), values.max()
     if high - low < 1e-9 * max(1, abs(high)):
         low, high = low - 0.5, high + 0.5
-    if log:                                                 # powers of ten, and 2 and 5 times them where there is room
+    def round_numbers(low, high):
+        rough = (high - low) / 5
+        step = min((m * 10 ** math.floor(math.log10(rough)) for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
+        return np.arange(math.ceil(low / step) * step, high + step / 1e6, step)
+
+    if log and high - low > 0.7:                            # powers of ten, and 2 and 5 times them where there is room
         step, parts = max(1, round((high - low) / 5)), (1, 2, 5) if high - low < 3 else (1,)
         marks = [part * 10.0**e for e in range(math.floor(low), math.ceil(high) + 1, step) for part in parts]
         ticks = [(math.log10(mark), f"{mark:g}") for mark in marks if low <= math.log10(mark) <= high]
+    elif log:
+        ticks = [(math.log10(mark), f"{mark:,.6g}") for mark in round_numbers(10**low, 10**high)]
     else:
-        rough = (high - low) / 5
-        step = min((m * 10 ** math.floor(math.log10(rough)) for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
-        ticks = [(mark, f"{mark:,.6g}") for mark in np.arange(math.ceil(low / step) * step, high + step / 1e6, step)]
+        ticks = [(mark, f"{mark:,.6g}") for mark in round_numbers(low, high)]
     margin = 0.03 * (high - low)
     return low - margin, high + margin, ticks
 
