@@ -262,7 +262,8 @@ def test_killed_run_goes_on_to_the_same_file(command, runs):
 def test_ctrl_c_ends_in_one_line_and_keeps_what_is_drawn(command, runs):
     flags = ("run", "--count", "100000", "--batch-size", "3", "--steps", "3", "--out", "many/", "--device", "cpu")
     drawing = subprocess.Popen([sys.executable, str(ROOT / "sample.py"), *flags], cwd=runs, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))         # jobs in the background ignore it
     while drawing.poll() is None and not list((runs / "many").glob("*.png")):
         time.sleep(0.05)
     drawing.send_signal(signal.SIGINT)
