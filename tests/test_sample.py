@@ -12,10 +12,12 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
 from diffusion import Denoiser, Diffusion
 from unet import UNet
+from uvit import UViT
 
 
 class GaussianDenoiser:
@@ -41,6 +43,37 @@ def relative_error(steps, **options):
     denoiser = GaussianDenoiser()
     end = sample.heun(denoiser, torch.ones(1, 1, 1, 1), steps=steps, **options)
     return abs(end.item() / denoiser.solution(torch.ones(1)).item() - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+
+class Operations(TorchDispatchMode):
+    """Notes (name, dtype of the first tensor) of every operation."""
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        first = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        self.seen.add((operation.__name__.split(".")[0], None if first is None else first.dtype))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backbone", [lambda: UNet(8, channels=8, channel_mult=(1, 2), attention=(8, 4), heads=2),
+                                      lambda: UViT(8, patch=2, width=16, depth=2, heads=2)])
+def test_attention_on_a_cpu_is_fused_in_fp32_and_written_out_in_bf16(backbone, randomize):
+    """Either way every product has the precision asked for: the fallback of PyTorch's own would go back to fp32."""
+    model, x, t = randomize(backbone()), torch.randn(2, 3, 8, 8), torch.tensor([3, 900])
+    with torch.no_grad():
+        exact = model(x, t)
+    fused, products = "_scaled_dot_product_flash_attention_for_cpu", {"bmm", "mm", "addmm", "convolution"}
+    for dtype in torch.float32, torch.bfloat16:
+        with sample.autocast(torch.device("cpu"), dtype), Operations() as operations:
+            output = model(x, t)
+        assert ((fused, dtype) in operations.seen) == (dtype == torch.float32)
+        assert {kind for name, kind in operations.seen if name in products} == {dtype}
+        assert (output - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * exact.abs().max()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

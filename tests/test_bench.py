@@ -1,0 +1,23 @@
+"""bench.py runs and keeps its figures; what they are depends on the machine and is not tested."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+SMALL = ("--size", "8", "--rounds", "1", "--seconds", "0", "--steps", "2", "--precision", "fp32")
+
+
+def test_the_bench_measures_every_combination(command, tmp_path):
+    done = command(ROOT / "tests/bench.py", *SMALL, "--batch-size", "2,4", "--skip-scaling", "none,ls", "--json", "old.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "old.json").read_text())
+    assert [(row["batch_size"], row["variant"]) for row in rows] == [(b, f"fp32 {mode}") for b in (2, 4) for mode in ("none", "ls")]
+    for row in rows:
+        assert row["train_images_per_s"] > 0 and row["sample_images_per_s"] > 0
+        assert sum(row["shares"].values()) == pytest.approx(1)
+    again = command(ROOT / "tests/bench.py", *SMALL, "--batch-size", "4", "--skip-scaling", "ls", "--checkpointing", "--memory",
+                    "--against", "old.json", "--json", "new.json")
+    assert again.returncode == 0 and again.stdout.count("now / before") == 1, again.stderr
+    rows = json.loads((tmp_path / "new.json").read_text())
+    assert [row["variant"] for row in rows] == ["fp32 ls", "fp32 ls checkpointing"] and all(row["peak_memory_gb"] > 0.1 for row in rows)
