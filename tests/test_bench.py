@@ -9,14 +9,14 @@ SMALL = ("--size", "8", "--rounds", "1", "--seconds", "0", "--steps", "2", "--pr
 
 
 def test_the_bench_measures_every_combination(command, tmp_path):
-    done = command(ROOT / "tests/bench.py", *SMALL, "--batch-size", "2,4", "--skip-scaling", "none,ls", "--json", "old.json")
+    done = command(ROOT / "tests/bench.py", *SMALL, "--batch-size", "2", "--skip-scaling", "none,ls", "--json", "old.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "old.json").read_text())
-    assert [(row["batch_size"], row["variant"]) for row in rows] == [(b, f"fp32 {mode}") for b in (2, 4) for mode in ("none", "ls")]
+    assert [(row["batch_size"], row["variant"]) for row in rows] == [(2, "fp32 none"), (2, "fp32 ls")]
     for row in rows:
         assert row["train_images_per_s"] > 0 and row["sample_images_per_s"] > 0
         assert sum(row["shares"].values()) == pytest.approx(1)
-    again = command(ROOT / "tests/bench.py", *SMALL, "--batch-size", "4", "--skip-scaling", "ls", "--checkpointing", "--memory",
+    again = command(ROOT / "tests/bench.py", *SMALL, "--batch-size", "2", "--skip-scaling", "ls", "--checkpointing", "--memory",
                     "--against", "old.json", "--json", "new.json")
     assert again.returncode == 0 and again.stdout.count("now / before") == 1, again.stderr
     rows = json.loads((tmp_path / "new.json").read_text())

@@ -1,0 +1,124 @@
+"""The experiments behind the README's results: every arm is one command of train.py.
+
+    python tests/results.py weighting --features NETWORK        # run what is missing, then draw what there is
+    python tests/results.py weighting --draw                    # draw alone
+    python tests/results.py weighting --print                   # the commands
+
+NETWORK is a TorchScript network as for `sample.py --features`. Runs go to runs/results/ARM; one that was stopped goes on.
+What the pictures need of the logs is kept beside this file, in results/ARM/, so that they can be drawn again without the runs.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import sample
+import train
+
+KEPT = Path(__file__).resolve().parent / "results"
+COMMON = "--data cifar10 --precision fp32 --log-every 50"
+QUALITY = "--steps 2000 --lr 1e-3 --ema 0.999 --sample-every 2000 --save-every 400 --fid-every 400 --fid-count 1000"
+
+ARMS = {
+    "constant": f"{QUALITY} --weighting constant",
+    "snr": f"{QUALITY} --weighting snr",
+    "max-snr": f"{QUALITY} --weighting max-snr --gamma 1",
+    "min-snr": f"{QUALITY} --weighting min-snr",
+    "ugd": f"{QUALITY} --weighting ugd",
+    "min-snr-1": f"{QUALITY} --weighting min-snr --gamma 1",
+    "min-snr-10": f"{QUALITY} --weighting min-snr --gamma 10",
+    "min-snr-20": f"{QUALITY} --weighting min-snr --gamma 20",
+    "eps-snr": f"{QUALITY} --prediction eps --weighting snr",
+    "eps-min-snr": f"{QUALITY} --prediction eps --weighting min-snr",
+    "v-snr+1": f"{QUALITY} --prediction v --weighting snr+1",
+    "v-min-snr": f"{QUALITY} --prediction v --weighting min-snr",
+}
+# what is drawn together; the first is the plain one, with which the others are compared
+GROUPS = {
+    "weighting": ["constant", "snr", "max-snr", "min-snr", "ugd"],
+    "gamma": ["constant", "min-snr-1", "min-snr", "min-snr-10", "min-snr-20"],
+    "eps": ["eps-snr", "eps-min-snr"],
+    "v": ["v-snr+1", "v-min-snr"],
+}
+
+
+def command(arm, args):
+    """The command line of one arm, as a list of words."""
+    out = Path(args.runs) / arm
+    words = [sys.executable, str(ROOT / "train.py"), *COMMON.split(), *ARMS[arm].split(),
+             "--data-dir", args.data_dir, "--cache", args.cache, "--out", str(out)]
+    if "--fid-every" in words:
+        words += ["--features", args.features or "NETWORK"]
+    return [*words, "--resume"] if (out / "checkpoint.pt").exists() else words
+
+
+def keep_logs(arm, args):
+    """Copy what the pictures need of a run's logs, rows of log.csv thinned to at most 100."""
+    run, kept = Path(args.runs) / arm, KEPT / arm
+    if not (run / "log.csv").exists():
+        return
+    kept.mkdir(parents=True, exist_ok=True)
+    header, *rows = (run / "log.csv").read_text().splitlines()
+    thin = rows[::-1][::max(1, len(rows) // 100)][::-1]                     # the last row stays
+    (kept / "log.csv").write_text("\n".join([header, *thin]) + "\n")
+    if (run / "fid.csv").exists():
+        (kept / "fid.csv").write_text((run / "fid.csv").read_text())
+
+
+def steps_to_reach(log, distance):
+    """Steps at which a run first reaches a distance, on the straight line between two measurements; None if it never does."""
+    points = list(zip(log["step"], log["fid"]))
+    for (step, fid), (next_step, next_fid) in zip(points, points[1:]):
+        if next_fid <= distance < fid:
+            return step + (next_step - step) * (fid - distance) / (fid - next_fid)
+    return points[0][0] if points and points[0][1] <= distance else None
+
+
+def draw(group):
+    """Print a table of the distances and draw them along the steps."""
+    logs = {arm: train.read_log(KEPT / arm / "fid.csv", train.FID_COLUMNS)
+            for arm in GROUPS[group] if (KEPT / arm / "fid.csv").exists()}
+    if not logs:
+        return
+    plain, goal = next((arm, log["fid"][-1]) for arm, log in logs.items())
+    steps = next(iter(logs.values()))["step"]
+    print("| arm |" + "".join(f" {step:,.0f} steps |" for step in steps) + f" steps to reach {goal:.2f} |")
+    for arm, log in logs.items():
+        reached = steps_to_reach(log, goal)
+        speed = "not reached" if reached is None else f"{reached:,.0f} ({logs[plain]['step'][-1] / reached:.2f}x)"
+        print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {speed} |")
+    panel = {"title": "Fréchet distance of EMA samples", "x": "steps", "log_y": True,
+             "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}
+    sample.save_picture(sample.line_chart([panel]), KEPT / f"{group}.png")
+    print(f"look at {KEPT / group}.png")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=sample.Help)
+    p.add_argument("group", nargs="+", choices=GROUPS, help="experiments")
+    p.add_argument("--draw", action="store_true", help="run nothing")
+    p.add_argument("--print", action="store_true", help="print the commands and stop")
+    p.add_argument("--features", metavar="NETWORK", help="TorchScript network for the distances")
+    p.add_argument("--runs", default="runs/results", metavar="DIR", help="where the run folders are")
+    p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="as of train.py")
+    p.add_argument("--cache", default="cache", metavar="DIR", help="as of train.py")
+    args = p.parse_args()
+    for group in args.group:
+        for arm in GROUPS[group]:
+            words = command(arm, args)
+            if args.print:
+                print(shlex.join(words))
+            elif not args.draw and subprocess.run(words).returncode:
+                sys.exit(f"{arm} ended early: the same command goes on")
+            keep_logs(arm, args)
+        if not args.print:
+            draw(group)
+
+
+if __name__ == "__main__":
+    main()
