@@ -1,14 +1,17 @@
-"""The experiments behind the README's results: every arm is one command of train.py.
+"""The experiments behind the README's results: every arm is one command of train.py or sample.py.
 
     python tests/results.py weighting --features NETWORK        # run what is missing, then draw what there is
     python tests/results.py weighting --draw                    # draw alone
     python tests/results.py weighting --print                   # the commands
+    python tests/results.py solvers --features NETWORK --run runs/cifar-unet
 
 NETWORK is a TorchScript network as for `sample.py --features`. Runs go to runs/results/ARM; one that was stopped goes on.
 What the pictures need of the logs is kept beside this file, in results/ARM/, so that they can be drawn again without the runs.
 """
 
 import argparse
+import csv
+import re
 import shlex
 import subprocess
 import sys
@@ -47,7 +50,11 @@ GROUPS = {
 }
 
 
-def command(arm, args):
+# solver -> numbers of steps that make 5, 9, 15, 25 and 35 network calls
+SOLVER_STEPS = {"heun": (3, 5, 8, 13, 18), "euler": (5, 9, 15, 25, 35), "dpm++2m": (5, 9, 15, 25, 35)}
+
+
+def train_command(arm, args):
     """The command line of one arm, as a list of words."""
     out = Path(args.runs) / arm
     words = [sys.executable, str(ROOT / "train.py"), *COMMON.split(), *ARMS[arm].split(),
@@ -98,24 +105,64 @@ def draw(group):
     print(f"look at {KEPT / group}.png")
 
 
+def run_arm(arm, args):
+    words = train_command(arm, args)
+    if args.print:
+        print(shlex.join(words))
+    elif not args.draw and subprocess.run(words).returncode:
+        sys.exit(f"{arm} ended early: the same command goes on")
+    keep_logs(arm, args)
+
+
+def run_solvers(args):
+    """Fréchet distance of 1,000 images for each solver and number of steps, into results/solvers.csv; then the picture."""
+    table = KEPT / "solvers.csv"
+    if not (table.exists() or args.print):
+        KEPT.mkdir(exist_ok=True)
+        table.write_text("solver,steps,calls,fid,precision,recall\n")
+    done = [line.split(",")[:2] for line in table.read_text().splitlines()] if table.exists() else []
+    for solver, steps in [(solver, steps) for solver, choices in SOLVER_STEPS.items() for steps in choices]:
+        out = Path(args.runs) / "solvers" / f"{solver}-{steps}.npz"
+        words = [sys.executable, str(ROOT / "sample.py"), args.run, "--solver", solver, "--steps", str(steps), "--count", "1000", "--precision", "fp32",
+                 "--out", str(out), "--fid", "train", "--features", args.features or "NETWORK", "--cache", args.cache]
+        if args.print:
+            print(shlex.join(words))
+        elif not args.draw and [solver, str(steps)] not in done:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            said = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+            figures = re.search(r"FID ([\d.]+), precision ([\d.]+), recall ([\d.]+)", said).groups()
+            with open(table, "a") as file:
+                file.write(",".join([solver, str(steps), str(2 * steps - 1 if solver == "heun" else steps), *figures]) + "\n")
+    if not args.print:
+        draw_solvers(table)
+
+
+def draw_solvers(table):
+    with open(table, newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: int(row["calls"]))
+    lines = {solver: [row for row in rows if row["solver"] == solver] for solver in SOLVER_STEPS}
+    sample.save_picture(sample.line_chart([
+        {"title": title, "x": "network calls for an image",
+         "lines": {solver: ([int(row["calls"]) for row in own], [float(row[column]) for row in own]) for solver, own in lines.items()}}
+        for column, title in (("fid", "Fréchet distance"), ("recall", "recall"))]), KEPT / "solvers.png")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=sample.Help)
-    p.add_argument("group", nargs="+", choices=GROUPS, help="experiments")
+    p.add_argument("group", nargs="+", choices=[*GROUPS, "solvers"], help="experiments")
     p.add_argument("--draw", action="store_true", help="run nothing")
     p.add_argument("--print", action="store_true", help="print the commands and stop")
     p.add_argument("--features", metavar="NETWORK", help="TorchScript network for the distances")
+    p.add_argument("--run", default="runs/cifar-unet", help="of solvers: what to draw from")
     p.add_argument("--runs", default="runs/results", metavar="DIR", help="where the run folders are")
     p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="as of train.py")
     p.add_argument("--cache", default="cache", metavar="DIR", help="as of train.py")
     args = p.parse_args()
-    for group in args.group:
+    if "solvers" in args.group:
+        run_solvers(args)
+    for group in [group for group in args.group if group != "solvers"]:
         for arm in GROUPS[group]:
-            words = command(arm, args)
-            if args.print:
-                print(shlex.join(words))
-            elif not args.draw and subprocess.run(words).returncode:
-                sys.exit(f"{arm} ended early: the same command goes on")
-            keep_logs(arm, args)
+            run_arm(arm, args)
         if not args.print:
             draw(group)
 
