@@ -49,7 +49,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import sample
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream
-from scaling import MODES
+from scaling import CONSTANTS, MODES, gradient_norms, probe
 from weighting import CHANGE_OF_VARIABLE, PARETO_SOLVERS, WEIGHTINGS, gradient_gram, loss_weight, pareto_weights, squeeze_into_bin
 
 BINS = 4            # of t, for the error in the log: the loss is weighted, so that only the errors compare between runs
@@ -58,10 +58,11 @@ BINS = 4            # of t, for the error in the log: the loss is weighted, so t
 # ---------------------------------------------------------------------------------------------------------------------
 # One training step
 
-def train_step(model, run, batches):
+def train_step(model, run, batches, record=None):
     """One optimiser step on this process's micro-batches of (x0, t, noise, labels).
 
     model: the network, wrapped where there are several processes   -> loss (), squared errors of the prediction (B,), gradient norm ()
+    record: a dict that takes the norms of the blocks' gradients
     Nothing here waits for the GPU, on which all three results stay.
     """
     total, errors = 0, []
@@ -75,6 +76,8 @@ def train_step(model, run, batches):
         total += loss.detach()
         errors.append(error.detach())
     run.scaler.unscale_(run.optimizer)                                              # clipping must see the true gradients
+    if record is not None:
+        record |= gradient_norms(run.model)
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.args.clip)
     run.scaler.step(run.optimizer)
     run.scaler.update()
@@ -186,6 +189,11 @@ WINDOW_SIZE = 4 + 3 * BINS
 COLUMNS = ["step", "images", "loss", *(f"error_{k}" for k in range(BINS)), "grad_norm", "skipped", "lr", "images_per_s"]
 FID_COLUMNS = ["step", "images", "fid"]
 
+# With --probe K the window goes on with the number of probed steps and, of each of these, the sums for the long skips 0 (outermost)
+# to N - 1: see scaling.probe. Means and mean squares do not depend on how a batch is divided, as standard deviations would
+PROBED = "decoder_norm", "decoder_grad", "encoder_grad", "kappa", "kappa_square"
+PROBE_COLUMNS = "decoder_norm_", "decoder_grad_", "encoder_grad_", "kappa_"         # kappa_std_ is one of the last
+
 
 def add_to_window(window, loss, errors, norm, bins):
     """Add one step: loss (), squared errors of x_0 (B,), gradient norm (), bins of t (B,)."""
@@ -195,6 +203,21 @@ def add_to_window(window, loss, errors, norm, bins):
     window[ERRORS].index_add_(0, bins, errors.masked_fill(~finite, 0))
     window[COUNTS].index_add_(0, bins, finite.float())
     window[BROKEN].index_add_(0, bins, (~finite & first).float())
+
+
+def add_probe(window, record):
+    """Add one probed step, {name: (N,)} of PROBED; not finite ones, which fp16 skips, are left out."""
+    values = torch.cat([torch.ones_like(record["kappa"][:1]), *(record[name] for name in PROBED)])
+    window[WINDOW_SIZE:] += values.masked_fill(~values.isfinite().all(), 0)
+
+
+def probe_row(window, learned):
+    """The probes' part of a row of the log.   -> {column: value}, nan where no step was probed"""
+    means = dict(zip(PROBED, (window[WINDOW_SIZE + 1:] / window[WINDOW_SIZE]).view(len(PROBED), -1)))
+    square = means.pop("kappa_square")
+    if learned:                                             # over channels or tokens, samples and the probed steps
+        means["kappa_std"] = (square - means["kappa"]**2).clamp(min=0).sqrt()
+    return {f"{name}_{i}": value for name, values in means.items() for i, value in enumerate(values.tolist())}
 
 
 def bin_name(k, timesteps=1000):
@@ -227,16 +250,19 @@ def take_row(run, step, images_per_s):
     errors = (window[ERRORS] / window[COUNTS]).tolist()                 # nan where a bin had no sample
     row = dict(zip(COLUMNS, [step, step * run.args.batch_size, mean[LOSS], *errors, mean[NORM],
                              int(window[SKIPPED]) // run.processes, learning_rate(run.args, step - 1), images_per_s]))
+    if run.args.probe:
+        row |= probe_row(window, run.args.skip_scaling not in CONSTANTS)
     window.zero_()
     return row
 
 
 def read_log(path, columns=COLUMNS):
-    """log.csv, or fid.csv with FID_COLUMNS -> {column: list of floats}"""
+    """log.csv with the probes' columns if it has any, or fid.csv with FID_COLUMNS -> {column: list of floats}"""
     try:
         with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-        return {name: [float(row[name]) for row in rows] for name in columns}
+            reader = csv.DictReader(file)
+            rows, probes = list(reader), [name for name in reader.fieldnames or [] if name.startswith(PROBE_COLUMNS)]
+        return {name: [float(row[name]) for row in rows] for name in [*columns, *probes]}
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is not a log of train.py, or a torn one") from None
 
@@ -275,7 +301,24 @@ def draw_curves(runs, path):
         panels += [compared(f"squared error of x_0, {bin_name(k)}", f"error_{k}") for k in range(BINS)]
     if fids:
         panels.append(compared("FID of the EMA weights", "fid", fids))
+    panels += [panel(title, lines) for title, lines in probe_lines(logs).items() if lines]
     sample.save_picture(sample.line_chart(panels), path)
+
+
+def probe_lines(logs):
+    """What --probe recorded, as lines.   {run: log} -> {title of a panel: {name: (xs, ys)}}, a line for a skip of one run or for a run"""
+    depths = {run: sum(name.startswith("decoder_norm_") for name in log) for run, log in logs.items()}
+    if len(logs) > 1:
+        blocks = {"outermost": {run: 0 for run in logs}, "innermost": {run: depth - 1 for run, depth in depths.items()}}
+        return {f"norm of features, {place} decoder block": {
+            run: (logs[run]["images"], logs[run][f"decoder_norm_{i}"]) for run, i in block.items() if depths[run]}
+            for place, block in blocks.items()}
+    (log, depth), = zip(logs.values(), depths.values())
+    shown = sorted({round(k * (depth - 1) / 5) for k in range(6)}) if depth else []             # at most six lines
+    titles = {"norm of decoder features": "decoder_norm", "gradient norm of decoder blocks": "decoder_grad"}
+    if "kappa_std_0" in log:
+        titles["mean kappa of long skips"] = "kappa"
+    return {title: {f"{i}{' = outermost' * (i == 0)}": (log["images"], log[f"{name}_{i}"]) for i in shown} for title, name in titles.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1064,6 +1107,8 @@ def build_parser():
     add("--compile", action=on_off, default=False, help="torch.compile the network")
     add("--checkpointing", action=on_off, default=False, help="recompute activations in the backward pass: less memory, slower")
     add("--log-every", type=whole, default=50, help="steps between rows of log.csv")
+    add("--probe", type=whole, default=0, metavar="K", help="steps between measurements of each long skip's norms, gradients and kappa into "
+        "log.csv and curves.png, 0 = none")
     add("--sample-every", type=whole, default=360, help="steps between sample grids; 0 = none, not at the end either")
     add("--save-every", type=whole, default=360, help="steps between checkpoints")
     add("--fid-every", type=whole, default=0, help="steps between measurements of FID against the training data into fid.csv, 0 = none")
@@ -1097,7 +1142,7 @@ def parse_args(argv=None):
     if args.out is None:
         args.out = "curves.png" if args.compare else f"runs/{Path(str(args.data)).resolve().stem if 'data' in given else args.preset}"
     if args.resume:
-        saved = sample.load_checkpoint(args.out)["config"]["flags"]
+        saved = vars(preset_args("digits")) | sample.load_checkpoint(args.out)["config"]["flags"]        # flags newer than the run
         given |= {"data": saved["data"]} if "data" in given and Path(given["data"]).resolve() == Path(saved["data"]).resolve() else {}
         changed = [name for name in given if name not in MAY_CHANGE and given[name] != saved[name]]
         if changed:
@@ -1116,13 +1161,18 @@ def check_args(args, given):
         raise ValueError(f"--{wrong[0].replace('_', '-')} is not a flag of --backbone {args.backbone}")
     if args.backbone == "vit" and args.skip_scaling != "none":
         raise ValueError(f"--skip-scaling {args.skip_scaling}: --backbone vit has no long skips to scale")
+    if args.probe and (args.backbone == "vit" or args.backbone == "uvit" and args.depth < 2):
+        raise ValueError(f"--probe {args.probe}: --backbone {args.backbone} of --depth {args.depth} has no long skips to measure")
+    if args.probe and args.compile:
+        raise ValueError(f"--probe {args.probe} cannot look into a network that --compile has fused: leave one of them out")
     at_least_1 = ("steps", "batch_size", "log_every", "save_every", "pareto_every", "heads", "channels", "blocks", "patch", "width", "depth")
     rules = [(name, getattr(args, name) >= 1, "at least 1") for name in at_least_1]
     rules += [(name, getattr(args, name) is None or getattr(args, name) >= 1, "at least 1") for name in ("crop", "micro_batch", "head_channels")]
     rules += [(name, 0 < getattr(args, name) < math.inf, "a positive number") for name in ("lr", "gamma")]
     rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay", "pareto_regularization", "sample_every")]
     rules += [(name, 0 <= getattr(args, name) < 1, "in [0, 1)") for name in ("dropout", "ema", "label_dropout")]
-    rules += [("fid_every", args.fid_every >= 0, "at least 0"), ("fid_count", args.fid_count >= 2, "at least 2"),
+    rules += [("probe", args.probe >= 0, "at least 0"), ("fid_every", args.fid_every >= 0, "at least 0"),
+              ("fid_count", args.fid_count >= 2, "at least 2"),
               ("features", "features" not in given or args.fid_every > 0, "given with --fid-every")]
     rules += [("seed", args.seed < 2**63, "below 2^63"), ("steps", args.steps <= 10**12, "at most 1e12"), ("batch_size", args.batch_size <= 10**6, "at most 1e6")]
     rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
@@ -1224,10 +1274,13 @@ def build(args, say):
         torch.backends.cudnn.allow_tf32 = True
         model = model.to(memory_format=torch.channels_last)
     model = model.to(device)
+    probed = 1 + len(PROBED) * len(model.decoder) if args.probe else 0
+    window = torch.zeros(WINDOW_SIZE + probed, device=device)
     return SimpleNamespace(
         args=args, out=out, config=config, device=device, rank=rank, processes=processes, data=data, fid=fid,
         diffusion=diffusion, weights=weights.float().to(device),
-        error_scale=CHANGE_OF_VARIABLE[args.prediction](diffusion.snr).float().to(device), window=torch.zeros(WINDOW_SIZE, device=device),
+        error_scale=CHANGE_OF_VARIABLE[args.prediction](diffusion.snr).float().to(device), window=window,
+        columns=[*COLUMNS, *probe_row(window, args.skip_scaling not in CONSTANTS)] if args.probe else COLUMNS,
         autocast=lambda: sample.autocast(device, dtype), dtype=dtype, share=share,
         model=model, ema=copy.deepcopy(model).eval().requires_grad_(False), optimizer=make_optimizer(model, args, device),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
@@ -1250,7 +1303,7 @@ def begin(run):
     if run.rank == 0:
         (run.out / "samples").mkdir(parents=True, exist_ok=True)
         save_atomically(run.out / "config.json", lambda out: out.write(json.dumps(run.config, indent=1).encode()))
-        cut_log(run.out / "log.csv", COLUMNS, checkpoint["step"])
+        cut_log(run.out / "log.csv", run.columns, checkpoint["step"])
         if args.fid_every or (run.out / "fid.csv").exists():
             cut_log(run.out / "fid.csv", FID_COLUMNS, checkpoint["step"])
         if args.weighting in PARETO_SOLVERS:
@@ -1342,10 +1395,14 @@ def train(run, start):
             weights = solve_weights(run, step)
             if run.rank == 0:
                 append_row(run.out / "pareto.csv", [step + 1, *weights.tolist()])        # the first step that uses them
-        loss, errors, norm = train_step(model, run, batches)
+        due = args.probe and step % args.probe == 0
+        with probe(run.model) if due else nullcontext() as record:
+            loss, errors, norm = train_step(model, run, batches, record)
         update_ema(run.ema, run.model, args.ema, step)
         t = torch.cat([batch[1] for batch in batches])
         add_to_window(run.window, loss, errors / run.error_scale[t], norm, t * BINS // timesteps)
+        if due:
+            add_probe(run.window, record)
 
         done, stopped = step + 1, stop_signal()
         last = done == args.steps

@@ -1,10 +1,16 @@
 """The coefficients of every mode by hand, and what a learned scale may and may not depend on."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from scaling import CONSTANTS, MODES, SkipScaling
+from scaling import (CONSTANTS, MODES, SETTINGS, PaperNet, SkipScaling, correlation, gradient_norms, mean_norm, oscillation, probe,
+                     response, theory)
+from unet import UNet
+from uvit import UViT
 
 LEARNED = "ls", "ls-separate"
 FEATURE_MAP, TOKENS = (2, 32, 3, 5), (2, 32, 7)                                 # (B, C, H, W) and (B, L, D)
@@ -157,8 +163,208 @@ def test_wrong_arguments_are_refused():
             SkipScaling("ls", [8], reduction=reduction)
 
 
-def test_the_lesson_prints_the_coefficients_and_the_sums_that_the_theorems_bound_with(run_lesson):
+# ---------------------------------------------------------------------------------------------------------------------
+# The probes, on a network of five numbers that is worked out by hand
+
+class Scales(torch.nn.Module):
+    """A U of two skips whose every block multiplies by one number:   2, 3 | 5 | 7, 11"""
+
+    def __init__(self, mode, kappa=0.5):
+        super().__init__()
+        blocks = [torch.nn.Linear(1, 1, bias=False) for _ in range(5)]
+        for block, factor in zip(blocks, (2.0, 3.0, 5.0, 7.0, 11.0)):
+            torch.nn.init.constant_(block.weight, factor)
+        self.encoder, self.middle, self.decoder = torch.nn.ModuleList(blocks[:2]), blocks[2], torch.nn.ModuleList(blocks[3:])
+        self.skip_scaling = SkipScaling(mode, [2, 2], kappa)
+
+    forward = PaperNet.forward
+
+
+TWO = torch.tensor([[[3.0], [4.0]], [[0.0], [1.0]]])                            # (2, 2, 1): norms 5 and 1, on average 3
+
+
+def test_norms_of_features_by_hand():
+    """x -> 2x -> 6x -> 30x -> 7 (30 + 6/2) x = 231x -> 11 (231 + 2) x = 2563x"""
+    model = Scales("cs")
+    with probe(model) as record:
+        assert torch.equal(model(TWO, None), 2563 * TWO)
+    by_hand = {"skip_norm": [2 * 3, 6 * 3], "scaled_norm": [2 * 3, 3 * 3], "decoder_norm": [2563 * 3, 231 * 3],
+               "kappa": [1, 0.5], "kappa_square": [1, 0.25]}
+    assert {name: value.tolist() for name, value in record.items()} == by_hand
+
+
+def test_several_passes_are_averaged():
+    model = Scales("none")
+    with probe(model) as record:
+        for x in TWO, 3 * TWO, 5 * TWO:
+            model(x, None)
+    assert record["skip_norm"].tolist() == [3 * 2 * 3, 3 * 6 * 3]
+
+
+def test_norms_of_gradients_by_hand():
+    """y = a4 (a3 (a2 a1 a0 + k1 a1 a0) + k0 a0) x = 2563 x, so that dy/da4 = 233 x and dy/da3 = 11 * 33 x, for one x = 1."""
+    model = Scales("cs")
+    model(torch.ones(1, 1, 1).expand(1, 2, 1)[:, :1], None).backward()
+    found = gradient_norms(model)
+    assert found["decoder_grad"].tolist() == [233, 11 * 33]                     # outermost first, though it runs last
+    assert found["encoder_grad"].tolist() == [11 * (7 * (3 * 5 + 0.5 * 3) + 1), 11 * 7 * (2 * 5 + 0.5 * 2)]
+
+
+def test_gradient_norms_join_the_parameters_of_a_block():
+    model = Scales("none")
+    model.decoder[1].bias = torch.nn.Parameter(torch.zeros(1))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    model.decoder[1].bias.grad.fill_(-4)
+    assert gradient_norms(model)["decoder_grad"].tolist() == [5, 3]
+
+
+def test_kappa_of_learned_scales_by_hand(randomize):
+    model, x = randomize(Scales("ls")), normal(4, 2, 1, dtype=torch.float32)
+    with probe(model) as record:
+        model(x, None)
+    h0 = model.encoder[0](x)
+    for i, skip in enumerate([h0, model.encoder[1](h0)]):
+        kappa = model.skip_scaling.coefficient(i, skip)
+        assert record["kappa"][i].item() == pytest.approx(kappa.mean().item(), rel=1e-6)
+        assert record["kappa_square"][i].item() == pytest.approx((kappa**2).mean().item(), rel=1e-6)
+        assert record["scaled_norm"][i].item() == pytest.approx((kappa * skip).flatten(1).norm(dim=1).mean().item(), rel=1e-6)
+
+
+def test_norms_of_half_precision_neither_overflow_nor_round():
+    x = torch.full((2, 100), 60_000.0, dtype=torch.float16)
+    assert mean_norm(x).dtype == torch.float32 and mean_norm(x).item() == pytest.approx(10 * x[0, 0].item(), rel=1e-6)
+
+
+def test_the_response_of_a_linear_map_is_its_stretch():
+    a = normal(6, 6)
+    x, delta = normal(3, 1, 2, 3, seed=1), normal(3, 1, 2, 3, seed=2)
+    stretch = (delta.flatten(1) @ a).norm(dim=1) / delta.flatten(1).norm(dim=1)
+    found = response(lambda x, t, labels: (x.flatten(1) @ a + 7).view_as(x), x, None, None, delta)
+    torch.testing.assert_close(found, stretch, rtol=1e-6, atol=0, check_dtype=False)
+
+
+def backbones(mode, randomize):
+    return [randomize(UNet(8, channels=8, channel_mult=(1, 2), blocks=1, attention=(4,), heads=2, skip_scaling=mode)),
+            randomize(UViT(8, width=16, depth=6, heads=2, skip_scaling=mode))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_probing_changes_nothing_and_leaves_nothing(mode, randomize):
+    x, t = normal(2, 3, 8, 8, dtype=torch.float32), torch.tensor([3, 900])
+    for model in backbones(mode, randomize):
+        without = model(x, t)
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        with probe(model) as record:
+            within = model(x, t)
+        assert torch.equal(without, within) and all(value.shape == (len(model.decoder),) for value in record.values())
+        assert [len(module._forward_hooks) for module in model.modules()] == hooks
+        with pytest.raises(ValueError), probe(model):
+            model(x[:, :, :7], t)
+        assert [len(module._forward_hooks) for module in model.modules()] == hooks
+        torch.testing.assert_close(record["decoder_norm"][0], mean_norm(last_feature(model, x, t)))
+
+
+def last_feature(model, x, t):
+    """What the last block of the decoder, number 0, gives: the input of the norm behind it."""
+    found, last = [], model.out_norm if isinstance(model, UNet) else model.norm
+    handle = last.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0].detach()))
+    model(x, t)
+    handle.remove()
+    return found[0]
+
+
+def test_blocks_that_checkpointing_runs_again_do_not_count(randomize):
+    for model in backbones("ls", randomize):
+        found = []
+        for model.checkpointing in (False, True):
+            with probe(model) as record:
+                for seed in range(2):                       # two micro-batches of different size
+                    model((seed + 1) * normal(2, 3, 8, 8, seed=seed, dtype=torch.float32), torch.tensor([3, 900])).sum().backward()
+            found.append(record | gradient_norms(model))
+            model.zero_grad()
+        for name in found[0]:
+            torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=0)
+
+
+def test_oscillation_by_hand():
+    assert oscillation([7.0] * 10) < 1e-12 and math.isnan(oscillation([7.0] * 9)) and math.isnan(oscillation([math.nan] * 20))
+    jumping = [math.exp(0.1 * (-1)**k) for k in range(40)]
+    assert oscillation(jumping) == pytest.approx(0.1 * (10 / 9)**0.5, rel=1e-12)            # five of 0.1, five of -0.1
+    assert oscillation([5 * value for value in jumping]) == pytest.approx(oscillation(jumping), rel=1e-9)
+    assert oscillation([1e-9] * 5 + jumping) == oscillation(jumping)                        # a jump at the start is not typical
+
+
+def test_the_theory_by_hand():
+    sums, again, total = theory(torch.tensor([1, 0.25, 0.0625]))
+    assert sums.tolist() == again.tolist() == [2.3125, 1.3125, 1.0625] and total == 2.3125
+
+
+def test_correlation_is_of_each_depth_alone():
+    ratios = {}
+    for depth in 4, 8, 16:
+        for k, name in enumerate(SETTINGS):
+            ratios["theory", depth, name] = torch.tensor([1.0 * k, k, k])
+            ratios["net", depth, name] = torch.tensor([2.0 * k + depth, -3.0 * k - depth, (k - 2.5)**2])
+    assert [correlation(ratios, "net", k) for k in range(3)] == pytest.approx([1, -1, 0], abs=1e-6)
+
+
+def test_the_papers_network_keeps_norms_without_skips_and_adds_them_with():
+    """Per block: a wide random network has ||h'_i||^2 / ||x||^2 near 1 + sum_{j >= i} kappa_j^2."""
+    for kappa, by_hand in (1.0, [4, 3, 2]), (0.5, [2.3125, 1.3125, 1.0625]):
+        torch.manual_seed(0)
+        model, x = PaperNet(3, "cs", kappa, width=1024), torch.randn(4, 4, 1024)
+        with probe(model) as record, torch.no_grad():
+            model(x, None)
+        np.testing.assert_allclose((record["decoder_norm"] / mean_norm(x))**2, by_hand, rtol=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lessons
+
+def test_the_lesson_shows_the_coefficients_and_the_theorems(run_lesson, tmp_path):
     lines = run_lesson("scaling").splitlines()
     row = next(line for line in lines if "cs 0.7" in line).split()
-    assert row[2:6] == ["1.000", "0.700", "0.490", "0.343"] and row[-1] == "1.85"       # 1 + .49 + .2401 + .117649
-    assert any("ls starts near one half" in line for line in lines) and max(map(len, lines)) <= 125
+    assert row[2:6] == ["1.000", "0.700", "0.490", "0.343"] and row[-1] == "1.95"       # (1 - 0.49^8) / (1 - 0.49)
+    assert any("ls       starts near one half" in line for line in lines) and max(map(len, lines)) <= 125
+    table = {(int(line[:2]), line[4:12].strip()): [float(cell) for cell in line[12:].split()] for line in lines if line[:2].strip().isdecimal()}
+    assert table.keys() == {(depth, name) for depth in (4, 8, 16) for name in SETTINGS}
+    assert table[8, "none"] == [1] * 12 and table[16, "sqrt2"][:3] == [0.55, 0.55, 0.53]        # (1 + 8.5/2) / (1 + 8.5), 9 / 17
+    for cells in table.values():
+        np.testing.assert_allclose(cells[3:6], cells[:3], atol=0.1)                     # the paper's network follows the theory
+    told = {line.split(", ")[1].split(":")[0]: line for line in lines if line.startswith("correlation")}
+    assert "features +0.99" in told["paper's network"] or "features +1.00" in told["paper's network"]
+    assert told.keys() == {"paper's network", "UNet", "UViT"}
+    Image.open(tmp_path / "runs/lessons/scaling.png").load()
+
+
+def test_the_lesson_on_a_run(command, runs):
+    done = command("scaling.py", "--run", "run", "--bins", "4")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "4 long skips (0 = outermost), skip scaling ls" in done.stdout and "nan" not in done.stdout
+    rows = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(rows) == 4 and all(len(row) == 5 and all(0 < float(kappa) < 1 for kappa in row[:4]) for row in rows)
+    Image.open(runs / "run/scaling.png").load()
+    same = command("scaling.py", "--run", "run/checkpoint.pt", "--bins", "4")
+    assert same.stdout == done.stdout and "oscillation" not in done.stdout
+
+
+def test_the_lesson_tells_the_oscillation_of_a_probed_run(command, pictures, tmp_path):
+    tiny = ("--data", pictures, "--size", "8", "--backbone", "uvit", "--width", "16", "--depth", "4", "--patch", "2", "--skip-scaling", "cs",
+            "--batch-size", "4", "--steps", "10", "--sample-every", "0", "--device", "cpu", "--precision", "fp32", "--unconditional")
+    assert command("train.py", *tiny, "--probe", "1", "--log-every", "1", "--out", "run").returncode == 0
+    done = command("scaling.py", "--run", "run")
+    assert done.returncode == 0 and " 1.000 0.700 " in done.stdout and "oscillation" in done.stdout, done.stderr
+    rows = [line.split(",") for line in (tmp_path / "run/log.csv").read_text().splitlines()]
+    logs = [np.log([float(row[rows[0].index(f"decoder_norm_{i}")]) for row in rows[1:]]) for i in (0, 1)]
+    outermost, both = logs[0].std(ddof=1), np.std(logs, axis=1, ddof=1).mean()
+    assert f"{both:.3f} on average over its blocks, {outermost:.3f} in the outermost" in done.stdout
+
+
+@pytest.mark.parametrize("flags, said", [(("--run", "nowhere"), "nowhere"), (("--run", "vit"), "no long skips"), (("--bins", "0"), "--bins")])
+def test_mistakes_are_one_line(command, pictures, flags, said):
+    if "vit" in flags:
+        assert command("train.py", "--data", pictures, "--size", "8", "--backbone", "vit", "--width", "16", "--depth", "2", "--steps", "1",
+                       "--batch-size", "4", "--sample-every", "0", "--out", "vit").returncode == 0
+    done = command("scaling.py", *flags)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and said in done.stderr

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import re
 import signal
@@ -50,8 +51,9 @@ def assert_same_training(run, other):
     a, b = checkpoint_of(run), checkpoint_of(other)
     for key in ("model", "ema", "optimizer", "scaler", "window", "weights", "step"):
         assert_equal(a[key], b[key])
-    logs = [[line.rsplit(",", 1)[0] for line in (Path(r) / "log.csv").read_text().splitlines()] for r in (run, other)]
-    assert logs[0] == logs[1]
+    logs = [[line.split(",") for line in (Path(r) / "log.csv").read_text().splitlines()] for r in (run, other)]
+    speed = train.COLUMNS.index("images_per_s")
+    assert [row[:speed] + row[speed + 1:] for row in logs[0]] == [row[:speed] + row[speed + 1:] for row in logs[1]]
 
 
 def launch(tmp_path, *arguments, processes=1, **env):
@@ -317,6 +319,96 @@ def test_activation_checkpointing_gives_the_same_training(command, pictures, tmp
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# --probe
+
+def test_the_probes_columns_are_means_over_the_probed_steps(command, pictures, tmp_path):
+    """Every step probed and logged, then averaged by hand over the rows of a coarser log; a window without a probe is nan."""
+    for name, flags in ("fine", ["--probe", "1", "--log-every", "1"]), ("coarse", ["--probe", "2", "--log-every", "3"]), \
+                       ("rare", ["--probe", "4", "--log-every", "2"]), ("none", ["--log-every", "1"]):
+        assert command("train.py", "--data", pictures, *TINY, "--steps", "6", *flags, "--out", name).returncode == 0
+    fine, coarse, rare, none = (train.read_log(tmp_path / name / "log.csv") for name in ("fine", "coarse", "rare", "none"))
+    kinds = "decoder_norm", "decoder_grad", "encoder_grad", "kappa", "kappa_std"
+    assert list(fine) == [*train.COLUMNS, *(f"{kind}_{i}" for kind in kinds for i in range(4))] and list(none) == train.COLUMNS
+    for name in list(fine)[len(train.COLUMNS):]:
+        if "std" not in name:
+            np.testing.assert_allclose(coarse[name], [(fine[name][0] + fine[name][2]) / 2, fine[name][4]], rtol=1e-4)
+        assert np.isnan(rare[name]).tolist() == [False, True, False] and min(fine[name][1:]) > 0      # at first the output layer is zero
+        assert rare[name][::2] == [fine[name][0], fine[name][4]]
+    assert fine["loss"] == none["loss"]                             # looking changes nothing
+    assert_equal(checkpoint_of(tmp_path / "fine")["model"], checkpoint_of(tmp_path / "none")["model"])
+    squares = sum(np.square(fine[f"{side}_grad_{i}"]) for side in ("decoder", "encoder") for i in range(4))
+    assert (squares < np.square(fine["grad_norm"])).all()           # both before clipping; the rest is in other layers
+
+
+def test_probed_norms_are_those_of_the_step(randomize):
+    run = tiny_run(probe=1, clip=0.01)
+    randomize(run.model)
+    other, batches = copy.deepcopy(run.model), batches_of(run, 0, 4)
+    with train.probe(run.model) as record:
+        train.train_step(run.model, run, batches, record)
+    train.add_probe(run.window, record)
+    row = train.probe_row(run.window, learned=True)
+    kappas, outputs = [], []
+    other.decoder[-1].register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    other.skip_scaling.networks[0].register_forward_hook(lambda module, inputs, output: kappas.append(output.detach()))
+    (run.weights[(t := torch.cat([batch[1] for batch in batches]))] * run.diffusion.error(
+        other, *(torch.cat([batch[k] for batch in batches]) for k in range(4)))).mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in other.decoder[-1].parameters()]).norm().item()
+    assert row["decoder_norm_0"] == pytest.approx(outputs[0].detach().flatten(1).norm(dim=1).mean().item(), rel=1e-5)
+    assert row["decoder_grad_0"] == pytest.approx(gradient, rel=1e-4)       # not clipped
+    assert row["kappa_0"] == pytest.approx(kappas[0].mean().item(), rel=1e-5)
+    assert row["kappa_std_0"] == pytest.approx(kappas[0].std(correction=0).item(), rel=1e-3)
+    assert len(t) == 8 and run.columns[len(train.COLUMNS):] == list(row)
+
+
+def test_a_probed_step_that_is_not_finite_is_left_out():
+    window, record = torch.zeros(train.WINDOW_SIZE + 6), {name: torch.tensor([2.0]) for name in train.PROBED}
+    train.add_probe(window, record)
+    train.add_probe(window, record | {"encoder_grad": torch.tensor([math.inf])})
+    assert window[train.WINDOW_SIZE:].tolist() == [1, 2, 2, 2, 2, 2]
+
+
+def test_a_probed_run_resumes_exactly_and_is_drawn(command, pictures, tmp_path):
+    """Stopped between two rows and two probes; and with micro-batches, which change nothing but the last digits."""
+    flags = ("--data", pictures, *TINY, "--probe", "3", "--log-every", "5", "--sample-every", "0")
+    assert command("train.py", *flags, "--steps", "10", "--out", "a").returncode == 0
+    for steps in (2, 4, 8, 10):
+        assert command("train.py", *flags, "--steps", steps, "--out", "b", *(["--resume"] if steps > 2 else [])).returncode == 0
+    assert_same_training(tmp_path / "a", tmp_path / "b")
+    for out, more in ("c", ["--micro-batch", "2"]), ("d", ["--checkpointing"]), ("plain", ["--probe", "0", "--skip-scaling", "cs"]):
+        assert command("train.py", *flags, *more, "--steps", "5", "--out", out).returncode == 0
+    whole, *others = (train.read_log(tmp_path / run / "log.csv") for run in "acd")
+    for other in others:
+        for name in set(whole) - {"images_per_s"}:
+            np.testing.assert_allclose(other[name][:1], whole[name][:1], rtol=2e-3)
+    done = command("train.py", "--out", "a", "--resume", "--steps", "12", "--probe", "4")
+    assert done.returncode == 2 and "has --probe 3" in done.stderr
+    assert command("train.py", "--compare", "a", "plain", "c", "--out", "all.png").returncode == 0
+    train.draw_curves({"a": tmp_path / "a"}, tmp_path / "one.png")
+    assert Image.open(tmp_path / "one.png").size == (1380, 600) and Image.open(tmp_path / "all.png").size == (1380, 900)
+
+
+def test_curves_show_at_most_six_blocks_the_outermost_and_the_innermost_among_them():
+    names = [f"{kind}_{i}" for kind in ("decoder_norm", "decoder_grad", "kappa") for i in range(12)]
+    log = {"images": [1, 2], **{name: [float(name.split("_")[-1])] * 2 for name in names}}
+    panels = train.probe_lines({"run": log})
+    assert len(panels) == 2 and all(list(lines) == ["0 = outermost", "2", "4", "7", "9", "11"] for lines in panels.values())
+    assert "mean kappa of long skips" in train.probe_lines({"run": log | {"kappa_std_0": [0.1] * 2}})
+    compared = train.probe_lines({"run": log, "plain": {"images": [1, 2]}})
+    assert [[(run, y[0]) for run, (x, y) in lines.items()] for lines in compared.values()] == [[("run", 0.0)], [("run", 11.0)]]
+    assert not any(train.probe_lines({"plain": {"images": [1, 2]}}).values())
+
+
+def test_a_torn_log_of_a_probed_run_is_refused(tmp_path):
+    header = ",".join([*train.COLUMNS, "decoder_norm_0"])
+    (tmp_path / "log.csv").write_text(f"{header}\n{','.join('1' * len(train.COLUMNS))},2\n")
+    assert train.read_log(tmp_path / "log.csv")["decoder_norm_0"] == [2]
+    (tmp_path / "log.csv").write_text(f"{header}\n{','.join('1' * len(train.COLUMNS))}\n")
+    with pytest.raises(ValueError, match="torn"):
+        train.read_log(tmp_path / "log.csv")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Resuming
 
 def test_resumed_run_is_the_uninterrupted_one(command, pictures, tmp_path):
@@ -405,7 +497,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
 
 def test_two_processes_train_as_one(command, pictures, tmp_path):
     """Gradients of the first step, losses and weights of twenty; resumed once on two processes and once on one."""
-    flags = ("--data", pictures, *TINY, "--log-every", "1", "--label-dropout", "0.3")
+    flags = ("--data", pictures, *TINY, "--log-every", "1", "--label-dropout", "0.3", "--probe", "1")
     for steps in (1, 20):
         assert command("train.py", *flags, "--steps", steps, "--out", f"one{steps}").returncode == 0
         run = launch(tmp_path, *flags, "--steps", steps, "--out", "two", *(["--resume"] if steps > 1 else []), processes=2)
@@ -420,6 +512,9 @@ def test_two_processes_train_as_one(command, pictures, tmp_path):
             assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[0].norm()
     logs = [train.read_log(tmp_path / f"{run}/log.csv") for run in ("one20", "two")]
     np.testing.assert_allclose(logs[0]["loss"], logs[1]["loss"], rtol=1e-4)
+    for name in list(logs[0])[len(train.COLUMNS):]:                 # what the probes saw: first to the last digits, then as losses do
+        np.testing.assert_allclose(logs[0][name][0], logs[1][name][0], rtol=2e-4)
+        np.testing.assert_allclose(logs[0][name], logs[1][name], rtol=0.02)
     weights = [torch.cat([value.flatten() for value in c["model"].values()]) for c in (one, two)]
     assert (weights[0] - weights[1]).norm() <= 1e-4 * weights[0].norm()
     assert command("train.py", "--out", "two", "--resume", "--steps", "22").returncode == 0
@@ -492,6 +587,9 @@ MISTAKES = [
     (["--flip", "False"], "False"),
     (["--log-every", "0"], "--log-every must be at least 1"),
     (["--sample-every", "-1"], "--sample-every must be at least 0"),
+    (["--probe", "-1"], "--probe must be at least 0"),
+    (["--probe", "often"], "--probe"),
+    (["--probe", "20", "--compile"], "--compile"),
     (["--pareto-bins", "0"], "--pareto-bins must be"),
     (["--weighting", "ugd", "--pareto-bins", "1e9"], "--pareto-bins must be"),
     # the model
@@ -503,6 +601,8 @@ MISTAKES = [
     (["--backbone", "uvit", "--channels", "32"], "--channels is not a flag of --backbone uvit"),
     (["--backbone", "unet", "--patch", "2"], "--patch is not a flag of --backbone unet"),
     (["--backbone", "vit", "--skip-scaling", "ls"], "no long skips"),
+    (["--backbone", "vit", "--probe", "20"], "no long skips"),
+    (["--backbone", "uvit", "--depth", "1", "--probe", "20"], "no long skips"),
     (["--heads", "3"], "attention heads"),
     (["--channel-mult", ""], "--channel-mult"),
     (["--channel-mult", "1,-2"], "--channel-mult"),
