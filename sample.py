@@ -16,6 +16,7 @@ import argparse
 import csv
 import hashlib
 import http.client
+import itertools
 import json
 import math
 import os
@@ -403,15 +404,26 @@ def draw_panel(panel, width, height):
         _, y = place(x_low, value)
         draw.line((left, y, right, y), "#e8e8e8")
         draw.text((left - 5, y), name, "black", font, anchor="rm")
-    for k, (name, (xs, ys)) in enumerate(lines.items()):
-        colour = COLOURS[k % len(COLOURS)]
-        points = [place(x, y) for x, y in zip(xs, ys)]
-        draw.line(points, colour, 2)
-        if len(points) < 20:
-            for x, y in points:
-                draw.ellipse((x - 2, y - 2, x + 2, y + 2), colour)
-        draw.text((right - 6, top + 6 + 13 * k), name, colour, font, anchor="rt", stroke_width=2, stroke_fill="white")
+    points = {name: [place(x, y) for x, y in zip(*line)] for name, line in lines.items()}
+    for colour, line in zip(itertools.cycle(COLOURS), points.values()):
+        draw.line(line, colour, 2)
+        for x, y in line if len(line) < 20 else ():
+            draw.ellipse((x - 2, y - 2, x + 2, y + 2), colour)
+    legend = max(font.getlength(name) for name in lines), 13 * len(lines)                       # its width and height
+    x, y = free_corner([point for line in points.values() for point in line], (left + 6, top + 6, right - 6, bottom - 6), *legend)
+    for k, (colour, name) in enumerate(zip(itertools.cycle(COLOURS), lines)):
+        draw.text((x, y + 13 * k), name, colour, font, stroke_width=2, stroke_fill="white")
     return picture
+
+
+def free_corner(points, box, width, height):
+    """The place in a box for something of that size where it hides the fewest points.   -> its left upper corner"""
+    left, top, right, bottom = box
+
+    def hidden(corner):
+        return sum(0 <= x - corner[0] <= width and 0 <= y - corner[1] <= height for x, y in points)
+
+    return min([(x, y) for y in (top, bottom - height) for x in (right - width, left)], key=hidden)
 
 
 def keep_drawable(xs, ys, log_x, log_y):
