@@ -17,15 +17,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import sample
 import train
+from scaling import oscillation
 
 KEPT = Path(__file__).resolve().parent / "results"
-COMMON = "--data cifar10 --precision fp32 --log-every 50"
-QUALITY = "--steps 2000 --lr 1e-3 --ema 0.999 --sample-every 2000 --save-every 400 --fid-every 400 --fid-count 1000"
+COMMON = "--data cifar10 --precision fp32"
+QUALITY = "--log-every 50 --steps 2000 --lr 1e-3 --ema 0.999 --sample-every 2000 --save-every 400 --fid-every 400 --fid-count 1000"
+
+PROBED = "--log-every 5 --probe 5 --sample-every 0 --save-every 100"
+NORMAL = "--steps 400 --batch-size 32 --lr 1e-3"
+HARD = "--steps 300 --batch-size 8 --lr 1e-2 --warmup 0 --clip inf"             # ten times the learning rate, a quarter of the batch
+DEEP_UNET = "--channels 16 --channel-mult 1,2,2 --blocks 3"                     # 12 long skips
+DEEP_UVIT = "--backbone uvit --patch 4 --width 96 --depth 12 --heads 3"         # 6 long skips
+SCALINGS = "none", "sqrt2", "cs", "ls"
 
 ARMS = {
     "constant": f"{QUALITY} --weighting constant",
@@ -41,12 +51,17 @@ ARMS = {
     "v-snr+1": f"{QUALITY} --prediction v --weighting snr+1",
     "v-min-snr": f"{QUALITY} --prediction v --weighting min-snr",
 }
+for name, flags in {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD}",
+                    "uvit": f"{DEEP_UVIT} {NORMAL}", "uvit-hard": f"{DEEP_UVIT} {HARD}"}.items():
+    ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {mode}" for mode in SCALINGS}
+
 # what is drawn together; the first is the plain one, with which the others are compared
 GROUPS = {
     "weighting": ["constant", "snr", "max-snr", "min-snr", "ugd"],
     "gamma": ["constant", "min-snr-1", "min-snr", "min-snr-10", "min-snr-20"],
     "eps": ["eps-snr", "eps-min-snr"],
     "v": ["v-snr+1", "v-min-snr"],
+    **{name: [f"{name}-{mode}" for mode in SCALINGS] for name in ("unet", "unet-hard", "uvit", "uvit-hard")},
 }
 
 
@@ -65,44 +80,70 @@ def train_command(arm, args):
 
 
 def keep_logs(arm, args):
-    """Copy what the pictures need of a run's logs, rows of log.csv thinned to at most 100."""
+    """Copy what the pictures need of a run's logs; of log.csv about 100 rows."""
     run, kept = Path(args.runs) / arm, KEPT / arm
     if not (run / "log.csv").exists():
         return
     kept.mkdir(parents=True, exist_ok=True)
-    header, *rows = (run / "log.csv").read_text().splitlines()
+    with open(run / "log.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    wanted = [k for k, name in enumerate(header) if name in train.COLUMNS or name.startswith("decoder_norm_")]
     thin = rows[::-1][::max(1, len(rows) // 100)][::-1]                     # the last row stays
-    (kept / "log.csv").write_text("\n".join([header, *thin]) + "\n")
+    (kept / "log.csv").write_text("".join(",".join(row[k] for k in wanted) + "\n" for row in [header, *thin]))
     if (run / "fid.csv").exists():
         (kept / "fid.csv").write_text((run / "fid.csv").read_text())
 
 
-def steps_to_reach(log, distance):
-    """Steps at which a run first reaches a distance, on the straight line between two measurements; None if it never does."""
-    points = list(zip(log["step"], log["fid"]))
-    for (step, fid), (next_step, next_fid) in zip(points, points[1:]):
-        if next_fid <= distance < fid:
-            return step + (next_step - step) * (fid - distance) / (fid - next_fid)
-    return points[0][0] if points and points[0][1] <= distance else None
+def steps_to_reach(steps, values, goal):
+    """Steps at which a falling quantity first reaches a goal, on the straight line between two values; None if it never does."""
+    for step, value, next_step, next_value in zip(steps, values, steps[1:], values[1:]):
+        if next_value <= goal < value:
+            return step + (next_step - step) * (value - goal) / (value - next_value)
+    return steps[0] if values[0] <= goal else None
 
 
-def draw(group):
+def reached(steps, values, goal):
+    """The same in words, and how many times faster than all steps of the plain arm."""
+    step = steps_to_reach(steps, values, goal)
+    return "not reached" if step is None else f"{step:,.0f} ({steps[-1] / step:.2f}x)"
+
+
+def draw_quality(group):
     """Print a table of the distances and draw them along the steps."""
     logs = {arm: train.read_log(KEPT / arm / "fid.csv", train.FID_COLUMNS)
             for arm in GROUPS[group] if (KEPT / arm / "fid.csv").exists()}
-    if not logs:
-        return
-    plain, goal = next((arm, log["fid"][-1]) for arm, log in logs.items())
-    steps = next(iter(logs.values()))["step"]
+    goal, steps = next((log["fid"][-1], log["step"]) for log in logs.values())
     print("| arm |" + "".join(f" {step:,.0f} steps |" for step in steps) + f" steps to reach {goal:.2f} |")
     for arm, log in logs.items():
-        reached = steps_to_reach(log, goal)
-        speed = "not reached" if reached is None else f"{reached:,.0f} ({logs[plain]['step'][-1] / reached:.2f}x)"
-        print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {speed} |")
-    panel = {"title": "Fréchet distance of EMA samples", "x": "steps", "log_y": True,
-             "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}
-    sample.save_picture(sample.line_chart([panel]), KEPT / f"{group}.png")
-    print(f"look at {KEPT / group}.png")
+        print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {reached(log['step'], log['fid'], goal)} |")
+    return [{"title": "Fréchet distance of EMA samples", "x": "steps", "log_y": True,
+             "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}]
+
+
+def smooth(values, rows=10):
+    """Running means over so many rows of a log."""
+    return np.convolve(values, np.ones(rows) / rows, "valid")
+
+
+def draw_scaling(group):
+    """Print a table of loss and oscillation and draw both along the steps."""
+    logs = {arm.removeprefix(f"{group}-"): train.read_log(KEPT / arm / "log.csv")
+            for arm in GROUPS[group] if (KEPT / arm / "log.csv").exists()}
+    steps = smooth(next(iter(logs.values()))["step"])
+    losses = {mode: smooth(log["loss"]) for mode, log in logs.items()}
+    goal = losses["none"][-1]
+    print(f"| {group} | loss of the last 50 steps | steps to reach {goal:.4f} | features of the outermost decoder block: first, last, "
+          "largest | oscillation, outermost and mean |")
+    for mode, log in logs.items():
+        norms = [log[name] for name in log if name.startswith("decoder_norm_")]
+        jumps = [oscillation(values) for values in norms]
+        outer = norms[0]
+        print(f"| {mode} | {losses[mode][-1]:.4f} | {reached(steps, losses[mode], goal)} | {outer[0]:.3g}, {outer[-1]:.3g}, {max(outer):.3g} | "
+              f"{jumps[0]:.3f}, {sum(jumps) / len(jumps):.3f} |")
+    return [{"title": f"{group}: {title}", "x": "steps", "log_y": True, "lines": lines} for title, lines in (
+        ("weighted loss, mean of 50 steps", {mode: (steps, loss) for mode, loss in losses.items()}),
+        ("norm of outermost decoder features", {mode: (log["step"], log["decoder_norm_0"]) for mode, log in logs.items()}),
+        ("gradient norm", {mode: (log["step"], log["grad_norm"]) for mode, log in logs.items()}))]
 
 
 def run_arm(arm, args):
@@ -164,7 +205,9 @@ def main():
         for arm in GROUPS[group]:
             run_arm(arm, args)
         if not args.print:
-            draw(group)
+            panels = (draw_quality if "--fid-every" in ARMS[GROUPS[group][0]] else draw_scaling)(group)
+            sample.save_picture(sample.line_chart(panels), KEPT / f"{group}.png")
+            print(f"look at {KEPT / group}.png")
 
 
 if __name__ == "__main__":
