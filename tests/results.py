@@ -32,7 +32,7 @@ QUALITY = "--log-every 50 --steps 2000 --lr 1e-3 --ema 0.999 --sample-every 2000
 
 PROBED = "--log-every 5 --probe 5 --sample-every 0 --save-every 100"
 NORMAL = "--steps 400 --batch-size 32 --lr 1e-3"
-HARD = "--steps 300 --batch-size 8 --lr 1e-2 --warmup 0 --clip inf"             # ten times the learning rate, a quarter of the batch
+HARD = "--steps 300 --batch-size 8 --warmup 0 --clip inf"                       # a quarter of the batch, and a higher learning rate
 DEEP_UNET = "--channels 16 --channel-mult 1,2,2 --blocks 3"                     # 12 long skips
 DEEP_UVIT = "--backbone uvit --patch 4 --width 96 --depth 12 --heads 3"         # 6 long skips
 SCALINGS = "none", "sqrt2", "cs", "ls"
@@ -51,8 +51,9 @@ ARMS = {
     "v-snr+1": f"{QUALITY} --prediction v --weighting snr+1",
     "v-min-snr": f"{QUALITY} --prediction v --weighting min-snr",
 }
-for name, flags in {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD}",
-                    "uvit": f"{DEEP_UVIT} {NORMAL}", "uvit-hard": f"{DEEP_UVIT} {HARD}"}.items():
+SCALED = {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD} --lr 1e-2", "uvit": f"{DEEP_UVIT} {NORMAL}",
+          "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3", "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2"}
+for name, flags in SCALED.items():
     ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {mode}" for mode in SCALINGS}
 
 # what is drawn together; the first is the plain one, with which the others are compared
@@ -61,7 +62,7 @@ GROUPS = {
     "gamma": ["constant", "min-snr-1", "min-snr", "min-snr-10", "min-snr-20"],
     "eps": ["eps-snr", "eps-min-snr"],
     "v": ["v-snr+1", "v-min-snr"],
-    **{name: [f"{name}-{mode}" for mode in SCALINGS] for name in ("unet", "unet-hard", "uvit", "uvit-hard")},
+    **{name: [f"{name}-{mode}" for mode in SCALINGS] for name in SCALED},
 }
 
 

@@ -1,0 +1,84 @@
+"""README.md keeps its word: its commands are ones that the programs take, its flags exist, its pictures and links are there."""
+
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+
+import sample
+import train
+import weighting
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands():
+    """Every command line of the shell blocks, with continued lines joined, and without its comment."""
+    lines = "".join(text for kind, text in BLOCKS if kind == "sh").replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def python_commands(file):
+    """The arguments of every command that runs this file, behind variables and torchrun."""
+    return [words[words.index(file) + 1:] for words in commands() if file in words]
+
+
+def test_there_are_commands_for_every_program():
+    files = {word for words in commands() for word in words if word.endswith(".py")}
+    assert files >= {"train.py", "sample.py", "weighting.py", "scaling.py"}, files
+    assert all((ROOT / file).exists() for file in files)
+
+
+@pytest.mark.parametrize("arguments", python_commands("train.py"), ids=" ".join)
+def test_train_takes_these_flags(arguments):
+    args = train.build_parser().parse_args([word for word in arguments if word != "..."])
+    if not (args.resume or args.compare):
+        train.parse_args([word for word in arguments if word != "..."])
+
+
+@pytest.mark.parametrize("arguments", python_commands("sample.py"), ids=" ".join)
+def test_sample_takes_these_flags(arguments):
+    sample.parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", ["weighting", "scaling"])
+def test_the_lessons_on_a_run_take_these_flags(name, command):
+    """They are asked about a run that is not there, and get as far as missing it."""
+    for arguments in python_commands(f"{name}.py"):
+        if arguments:
+            done = command(f"{name}.py", *arguments)
+            assert done.returncode == 2 and arguments[arguments.index("--run") + 1] in done.stderr
+
+
+def test_flags_in_the_text_are_flags_of_the_programs():
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", train.build_parser().format_help() + sample.parse_args([])[0].format_help()))
+    known |= {"--run", "--bins", "--tune", "--standalone", "--nproc_per_node"}          # of the lessons and of torchrun
+    known |= set(re.findall(r"\"(--[a-z-]+)\"", "".join((ROOT / "tests" / f"{name}.py").read_text() for name in ("bench", "results"))))
+    named = set(re.findall(r"--[a-z][a-z0-9_-]+", README))
+    assert named - known == set()
+    listed = re.search(r"^## Flags\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
+    flags = {option for action in train.build_parser()._actions for option in action.option_strings if option.startswith("--")}
+    flags -= {flag for flag in flags if flag.startswith("--no-") and f"--{flag[5:]}" in flags} | {"--help"}
+    assert flags - set(re.findall(r"--[a-z][a-z0-9-]+", listed)) == set()
+
+
+def test_links_and_pictures_are_there():
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", README, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("http"):
+            assert (ROOT / target).exists(), target
+
+
+def test_python_blocks_compile():
+    for kind, text in BLOCKS:
+        if kind == "python":
+            compile(text, "README.md", "exec")
+
+
+def test_every_name_of_the_tables_of_choices_is_explained():
+    for name in [*weighting.WEIGHTINGS, *weighting.PARETO_SOLVERS, *train.PRESETS, *sample.SOLVERS, *train.SCHEDULES, *train.MODES]:
+        assert f"`{name}`" in README or f" {name}`" in README, name
