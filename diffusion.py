@@ -20,7 +20,7 @@ MAX_SNR = 1e12      # `vp` starts without any noise, where the SNR would be infi
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Noise schedules: T -> alphas_cumprod (T,) in float64
+# Noise schedules: T -> alphas_cumprod (T,) in float64, falling from (nearly) 1 to above 0; at 0 there is no signal left
 
 def linear_schedule(timesteps):
     """Ho et al. 2020, Section 4: beta from 1e-4 to 0.02 for T = 1000, scaled by 1000/T otherwise."""
@@ -48,7 +48,7 @@ def vp_schedule(timesteps):
     return torch.exp(-0.1 * u - 9.95 * u**2)
 
 
-# To try a new schedule, add a line.
+# To try a new schedule, write such a function and add a line.
 SCHEDULES = {
     "linear": linear_schedule,
     "cosine": cosine_schedule,
@@ -70,9 +70,9 @@ def rescale_to_zero_terminal_snr(alphas_cumprod):
 class Diffusion:
     """A noise schedule together with what the network predicts.
 
-    schedule: linear, cosine, scaled-linear or vp.   prediction: x0, eps or v.   timesteps: T, at least 2.
+    schedule: one of SCHEDULES.   prediction: x0, eps or v.   timesteps: T, at least 2.
     zero_terminal_snr: rescale the schedule so that x_{T-1} is pure noise; then x_0 cannot be had from eps, and the
-    prediction `eps` is refused.   ValueError: any of these unknown or out of range.
+    prediction `eps` is refused.   ValueError: any of these unknown or out of range; a schedule that does not fall.
     """
 
     def __init__(self, schedule="cosine", prediction="x0", timesteps=1000, zero_terminal_snr=False):
@@ -82,13 +82,15 @@ class Diffusion:
             raise ValueError(f"prediction {prediction!r} is not one of x0, eps, v")
         if timesteps < 2:
             raise ValueError(f"timesteps must be at least 2, not {timesteps}")
-        if zero_terminal_snr and prediction == "eps":
+        self.prediction, self.timesteps = prediction, timesteps
+        self.alphas_cumprod = abar = SCHEDULES[schedule](timesteps)                             # (T,) float64
+        if abar.shape != (timesteps,) or abar.dtype != torch.float64 or not 1 >= abar[0] > abar[-1] >= 0 or (abar.diff() >= 0).any():
+            raise ValueError(f"schedule {schedule!r} must give {timesteps} values in float64 that fall from at most 1 to at least 0")
+        if zero_terminal_snr:
+            self.alphas_cumprod = rescale_to_zero_terminal_snr(abar)
+        if self.alphas_cumprod[-1] == 0 and prediction == "eps":
             raise ValueError("prediction 'eps' cannot be used with zero terminal SNR, since x_0 cannot be recovered "
                              "from pure noise: choose 'v' or 'x0'")
-        self.prediction, self.timesteps = prediction, timesteps
-        self.alphas_cumprod = SCHEDULES[schedule](timesteps)                                    # (T,) float64
-        if zero_terminal_snr:
-            self.alphas_cumprod = rescale_to_zero_terminal_snr(self.alphas_cumprod)
         self.snr = (self.alphas_cumprod / (1 - self.alphas_cumprod)).clamp(max=MAX_SNR)         # (T,) float64
         self._tables = {}
 

@@ -46,7 +46,8 @@ LATENT_SCALE = 0.18215      # Rombach et al. 2022: what latents are multiplied w
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samplers. A step goes from noise level s down to s_next and returns the new x and the denoised x_0 it used.
+# Samplers. A step goes from noise level s down to s_next, both plain numbers, and returns the new x and the denoised x_0 it used.
+# In the last step s_next is 0, where only x_0 itself is left to go to. denoise(x, sigma) may be asked at any sigma above 0.
 # `last` is (sigma, x_0) of the step before, None at first: what a multistep method remembers.
 
 def euler_step(denoise, x, s, s_next, last):
@@ -76,8 +77,9 @@ def dpmpp_2m_step(denoise, x, s, s_next, last):
     return s_next / s * x - math.expm1(-h) * extrapolated, x0
 
 
-# To try a new sampler, add a line.
+# To try a new sampler, write such a step and add a line.
 SOLVERS = {"heun": heun_step, "euler": euler_step, "dpm++2m": dpmpp_2m_step}
+MULTISTEP = {"dpm++2m"}         # those that look at `last`: with churn it would not lie on the way
 
 
 def karras_sigmas(steps, sigma_min, sigma_max, rho=7.0):
@@ -104,8 +106,8 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver {solver!r} is not one of {', '.join(SOLVERS)}")
-    if churn and solver == "dpm++2m":
-        raise ValueError("churn needs a solver without memory, heun or euler: dpm++2m extrapolates from the step before")
+    if churn and solver in MULTISTEP:
+        raise ValueError(f"churn needs a solver without memory, such as heun or euler: {solver} looks at the step before")
     sigmas = karras_sigmas(steps, max(0.002, denoiser.sigma_min), min(80.0, denoiser.sigma_max), rho)
     sigmas = torch.cat([denoiser.round_sigma(sigmas[:-1]), sigmas[-1:]]).tolist()
 
@@ -932,8 +934,8 @@ def check_numbers(args, model, diffusion):
         raise ValueError(f"--guidance-interval goes with --guidance, and needs 0 <= FIRST <= LAST < {diffusion.timesteps}, not {first} {last}")
     if args.interpolate and (args.churn or min(args.interpolate) < 0 or len(set(args.interpolate)) == 1):
         raise ValueError("--interpolate needs the numbers of two images, and no --churn, whose noise belongs to neither")
-    if args.churn and args.solver == "dpm++2m":
-        raise ValueError("--churn goes with --solver heun or euler; dpm++2m remembers the step before")
+    if args.churn and args.solver in MULTISTEP:
+        raise ValueError(f"--churn goes with --solver heun or euler; {args.solver} remembers the step before")
 
 
 class Decoder:

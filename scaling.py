@@ -16,14 +16,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-# mode -> kappa_i for i = 0 .. N - 1. To try a new constant scaling, add a line.
-CONSTANTS = {
-    "none": lambda i, kappa: 1.0,
-    "sqrt2": lambda i, kappa: 2**-0.5,              # Song et al. 2021 and Ho et al. 2022, among others
-    "cs": lambda i, kappa: kappa**i,                # CS, Section 4.1: kappa^(i - 1) when counted from 1
-}
-MODES = (*CONSTANTS, "ls", "ls-separate")
-
 
 class LearnedScale(nn.Module):
     """LS, Section 4.2: one coefficient in (0, 1) for each entry of axis 1, computed from the skip itself.
@@ -45,12 +37,33 @@ class LearnedScale(nn.Module):
         return kappa.view(*kappa.shape, *[1] * (skip.dim() - 2))
 
 
+# mode -> kappa_i, a number, for i = 0 .. N - 1. To try a new constant scaling, add a line.
+CONSTANTS = {
+    "none": lambda i, kappa: 1.0,
+    "sqrt2": lambda i, kappa: 2**-0.5,              # Song et al. 2021 and Ho et al. 2022, among others
+    "cs": lambda i, kappa: kappa**i,                # CS, Section 4.1: kappa^(i - 1) when counted from 1
+}
+
+
+def one_for_each_width(widths, reduction):
+    networks = {width: LearnedScale(width, reduction) for width in dict.fromkeys(widths)}
+    return [networks[width] for width in widths]
+
+
+# mode -> (widths, reduction) -> the module of each skip, which maps the skip to kappa_i. To try a new learned scaling, add a line.
+LEARNED = {
+    "ls": one_for_each_width,
+    "ls-separate": lambda widths, reduction: [LearnedScale(width, reduction) for width in widths],
+}
+MODES = (*CONSTANTS, *LEARNED)
+
+
 class SkipScaling(nn.Module):
     """Scales long skip i: `scaling(i, h_i)` is kappa_i * h_i, of the same shape and dtype as h_i, (B, n, ...).
 
-    mode: none, sqrt2, cs (kappa ** i), ls (one learned network for all skips of the same width) or ls-separate (one for
-    each skip).   widths: n of each skip, outermost first: channels of a UNet, tokens of a UViT.   kappa: in (0, 1], for
-    cs; useful from 0.5 to 0.95.   reduction: r of LS, whose hidden layer has max(1, n // r) units.
+    mode: one of MODES; ls has one network for all skips of the same width, ls-separate one for each skip
+    widths: n of each skip, outermost first: channels of a UNet, tokens of a UViT
+    kappa: in (0, 1], for cs; useful from 0.5 to 0.95   reduction: r of LS, whose hidden layer has max(1, n // r) units
     ValueError: unknown mode, kappa outside (0, 1], reduction below 1.
     """
 
@@ -64,12 +77,11 @@ class SkipScaling(nn.Module):
             raise ValueError(f"reduction must be at least 1, not {reduction}")
         self.mode, self.widths = mode, list(widths)
         if mode in CONSTANTS:
-            self.kappas = [CONSTANTS[mode](i, kappa) for i in range(len(self.widths))]
+            self.kappas = [float(CONSTANTS[mode](i, kappa)) for i in range(len(self.widths))]
         else:
-            owners = [width if mode == "ls" else i for i, width in enumerate(self.widths)]
-            self.network_of_skip = [list(dict.fromkeys(owners)).index(owner) for owner in owners]
-            self.networks = nn.ModuleList(LearnedScale(self.widths[owners.index(owner)], reduction)
-                                          for owner in dict.fromkeys(owners))
+            of_skip = LEARNED[mode](self.widths, reduction)
+            self.networks = nn.ModuleList(dict.fromkeys(of_skip))               # each once
+            self.network_of_skip = [list(self.networks).index(network) for network in of_skip]
 
     def coefficient(self, i, skip):
         """kappa_i: a number, or for the learned modes a tensor (B, n, 1, ...) that depends on the skip (B, n, ...)."""
@@ -155,8 +167,9 @@ def oscillation(values, rows=10):
 # ---------------------------------------------------------------------------------------------------------------------
 # A lesson: python scaling.py. The theorems, measured on fresh networks
 
-SETTINGS = {"none": ("none", 1.0), "sqrt2": ("sqrt2", 1.0), "cs 0.9": ("cs", 0.9), "cs 0.7": ("cs", 0.7), "cs 0.5": ("cs", 0.5),
-            "ls": ("ls", 1.0)}
+# name -> (mode, kappa); fresh, ls-separate is as ls
+SETTINGS = {f"cs {kappa}" if mode == "cs" else mode: (mode, kappa)
+            for mode in MODES if mode != "ls-separate" for kappa in ((0.9, 0.7, 0.5) if mode == "cs" else (1.0,))}
 DEPTHS = 4, 8, 16           # numbers of long skips
 SEEDS = 2                   # networks that each number is averaged over
 QUANTITIES = "features", "gradients", "response"

@@ -419,6 +419,11 @@ class Data:
     labels: np.ndarray | None
     classes: list[str] | None
 
+    def __post_init__(self):
+        if self.labels is not None and not (self.labels.shape == self.images.shape[:1] and 0 <= self.labels.min()
+                                            and self.labels.max() < len(self.classes)):
+            raise ValueError(f"{len(self.images):,} images of {len(self.classes)} classes need as many labels from 0 to {len(self.classes) - 1}")
+
     @property
     def latents(self):
         return self.images.dtype.kind == "f"
@@ -898,8 +903,8 @@ def map_npz(args):
 
 
 def array_pictures(images, labels, classes):
-    """(N, H, W, C) uint8 -> Pictures; C = 1, 2, 3, 4 are L, LA, RGB, RGBA."""
-    images = images[..., 0] if images.shape[3] == 1 else images
+    """(N, H, W) or (N, H, W, C) uint8 -> Pictures; C = 1, 2, 3, 4 are L, LA, RGB, RGBA."""
+    images = images[..., 0] if images.shape[3:] == (1,) else images
     return Pictures(range(len(images)), lambda i: Image.fromarray(np.ascontiguousarray(images[i])), labels, classes)
 
 
@@ -942,20 +947,22 @@ def load_array(args, say):
     return data
 
 
+# name -> loader(args, say), and whether its pictures may be mirrored. To try a new source, write a loader and add a line.
+SOURCES = {"digits": (load_digits, False), "cifar10": (load_cifar10, True)}
+
+
 def load_data(args, say=print):
     """--data -> Data, every image decoded once into --cache; say(line) prints what was found.
 
     A user's mistake is a ValueError or OSError of one line; so is a damaged file, unless --skip-damaged."""
     path = Path(args.data)
-    if args.data == "digits":
-        return load_digits(args, say)
-    if args.data == "cifar10":
-        return load_cifar10(args, say)
+    if args.data in SOURCES:
+        return SOURCES[args.data][0](args, say)
     if path.is_dir():
         return load_folder(args, say)
     loaders = {".zip": load_zip, ".npz": load_array, ".npy": load_array}
     if not path.is_file() or path.suffix.lower() not in loaders:
-        raise ValueError(f"--data {args.data} is not there or of no known kind: give digits, cifar10, a folder or .zip "
+        raise ValueError(f"--data {args.data} is not there or of no known kind: give {', '.join(SOURCES)}, a folder or .zip "
                          f"of images ({', '.join(sorted(EXTENSIONS))}), or an .npz or .npy array")
     return loaders[path.suffix.lower()](args, say)
 
@@ -1048,7 +1055,7 @@ def build_parser():
     on_off = argparse.BooleanOptionalAction
     add = p.add_argument_group("data").add_argument
     add("--preset", choices=PRESETS, default="digits", help="a published setting; flags beside it win", metavar="NAME")
-    add("--data", default="digits", help="digits, cifar10, or a path: folder or zip of images, .npz, .npy")
+    add("--data", default="digits", help=f"{', '.join(SOURCES)}, or a path: folder or zip of images, .npz, .npy")
     add("--data-dir", default="cifar10", metavar="DIR", help="where CIFAR-10 lies, or is put")
     add("--size", type=size, default="32", help="pixels: 32, or 32x64 for height x width")
     add("--crop", type=whole, help="first cut out this many pixels from the centre (CelebA: 140)")
@@ -1209,7 +1216,7 @@ def load_data_once(args, say):
     if args.unconditional:
         data = Data(data.images, None, None)
     if args.flip is None:
-        args.flip = args.data != "digits" and not data.latents
+        args.flip = SOURCES.get(args.data, (None, True))[1] and not data.latents
     if args.flip and data.latents:
         raise ValueError("--flip: the latents of a mirrored image are not its mirrored latents; leave it out")
     return data

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import torch
 
-# name -> w(snr, gamma), the weight on the squared x_0 error. To try a new weighting, add a line.
+# name -> w(snr, gamma), the weight on the squared x_0 error, positive at every SNR. To try a new weighting, add a line.
 WEIGHTINGS = {
     "constant": lambda snr, gamma: torch.ones_like(snr),            # plain regression of x_0
     "snr": lambda snr, gamma: snr,                                  # plain regression of eps: the "simple" loss of DDPM
@@ -45,7 +45,8 @@ def loss_weight(snr, weighting="min-snr", gamma=5.0, prediction="x0"):
     """The weight on the squared error of `prediction` at signal-to-noise ratio `snr`.   Hang et al. 2023, Section 3.4.
 
     snr: float tensor of any shape, >= 0.   Returns a tensor of the same shape and dtype, finite and > 0 for every SNR
-    that a schedule reaches.   ValueError: unknown weighting or prediction, gamma not a positive number.
+    that a schedule reaches.   ValueError: unknown weighting or prediction, gamma not a positive number,
+    a weighting that gives negative weights.
 
     At SNR = 0 exactly (a schedule with zero terminal SNR) the weight is 1 where the formula gives 0, 0/0 or infinity,
     as in the authors' code: otherwise the terminal step would never be trained.
@@ -58,6 +59,8 @@ def loss_weight(snr, weighting="min-snr", gamma=5.0, prediction="x0"):
     if not 0 < gamma < float("inf"):
         raise ValueError(f"gamma must be a positive number, not {gamma}")
     weight = WEIGHTINGS[weighting](snr, gamma) / CHANGE_OF_VARIABLE[prediction](snr)
+    if not (weight[snr > 0] >= 0).all():
+        raise ValueError(f"weighting {weighting!r} gives weights below 0, or that are no numbers")
     no_weight = (snr == 0) & ~((weight > 0) & weight.isfinite())
     return weight.masked_fill(no_weight, 1).clamp(max=torch.finfo(weight.dtype).max)
 

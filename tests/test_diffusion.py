@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream, rescale_to_zero_terminal_snr
 from unet import UNet
@@ -89,6 +90,23 @@ def test_snr_falls_strictly_from_at_most_1e12_to_at_least_0(schedule, timesteps,
     inside = diffusion.alphas_cumprod < 1
     by_definition = diffusion.alphas_cumprod.sqrt().square() / (1 - diffusion.alphas_cumprod)
     torch.testing.assert_close(diffusion.snr[inside], by_definition[inside], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("table", [torch.linspace(1, 0.1, 11, dtype=torch.float64), torch.linspace(0.9, 0.1, 10),
+                                   torch.linspace(0.1, 0.9, 10, dtype=torch.float64), torch.linspace(1.1, 0.1, 10, dtype=torch.float64),
+                                   torch.linspace(0.9, -0.1, 10, dtype=torch.float64), torch.full((10,), 0.5, dtype=torch.float64)])
+def test_a_schedule_that_is_none_is_refused(table, monkeypatch):
+    """Wrong length, float32, rising, above 1, below 0, flat."""
+    monkeypatch.setitem(SCHEDULES, "mine", lambda timesteps: table)
+    with pytest.raises(ValueError, match="schedule 'mine' must give 10 values in float64 that fall"):
+        Diffusion("mine", timesteps=10)
+
+
+def test_a_schedule_that_ends_in_pure_noise_refuses_eps_by_itself(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "mine", lambda timesteps: torch.linspace(0.9, 0, timesteps, dtype=torch.float64))
+    assert Diffusion("mine", "v").snr[-1] == 0
+    with pytest.raises(ValueError, match="eps"):
+        Diffusion("mine", "eps")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -457,3 +475,9 @@ def test_guidance_is_refused_outside_its_interval_too(randomize):
     denoiser = Denoiser(model, Diffusion())
     with pytest.raises(ValueError, match="class-conditional"):
         denoiser(torch.zeros(1, 3, 8, 8), denoiser.sigmas[10], torch.tensor([0]), 3.0, (500, 600))
+
+
+def test_the_lesson_prints_and_draws_every_schedule(run_lesson, tmp_path):
+    printed = run_lesson("diffusion")
+    assert "999   0.0000   1.0000" in printed and "runs/lessons/diffusion.png" in printed
+    assert Image.open(tmp_path / "runs/lessons/diffusion.png").width > 400

@@ -106,6 +106,16 @@ def test_order_of_convergence(solver, order):
     assert order - 0.15 < math.log2(coarse / fine) < order + 0.35
 
 
+@pytest.mark.parametrize("solver", sample.SOLVERS)
+def test_every_solver_converges_and_asks_at_most_twice_a_step(solver):
+    coarse, fine = relative_error(200, solver=solver), relative_error(400, solver=solver)
+    assert fine < 0.01 and fine < 0.6 * coarse
+    for n in (1, 2, 18):
+        denoiser = GaussianDenoiser()
+        sample.heun(denoiser, torch.ones(1, 1, 1, 1), steps=n, solver=solver)
+        assert n <= len(denoiser.asked) <= 2 * n and all(0 < sigma <= 80 for sigma in denoiser.asked)
+
+
 @pytest.mark.parametrize("solver, calls", [("euler", lambda n: n), ("heun", lambda n: 2 * n - 1), ("dpm++2m", lambda n: n)])
 def test_number_of_model_calls(solver, calls):
     for n in (1, 2, 5, 18):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from scaling import (CONSTANTS, MODES, SETTINGS, PaperNet, SkipScaling, correlation, gradient_norms, mean_norm, oscillation, probe,
+from scaling import (CONSTANTS, LEARNED, MODES, SETTINGS, PaperNet, SkipScaling, correlation, gradient_norms, mean_norm, oscillation, probe,
                      response, theory)
 from unet import UNet
 from uvit import UViT
 
-LEARNED = "ls", "ls-separate"
+LS = "ls", "ls-separate"
 FEATURE_MAP, TOKENS = (2, 32, 3, 5), (2, 32, 7)                                 # (B, C, H, W) and (B, L, D)
 
 
@@ -40,7 +40,7 @@ def test_kappa_is_0_7_unless_told_otherwise():
     assert SkipScaling("cs", [4, 4]).coefficient(1, None) == 0.7
 
 
-@pytest.mark.parametrize("mode", LEARNED)
+@pytest.mark.parametrize("mode", LS)
 @pytest.mark.parametrize("shape", [FEATURE_MAP, TOKENS])
 def test_learned_coefficients_by_hand(mode, shape, randomize):
     """sigmoid(W2 relu(W1 a + b1) + b2), a = the mean over everything but sample and channel (or token), in numpy."""
@@ -58,7 +58,7 @@ def test_learned_coefficients_by_hand(mode, shape, randomize):
             np.testing.assert_allclose(scaled[channel], kappa[channel] * features[channel], rtol=1e-12)
 
 
-@pytest.mark.parametrize("mode", LEARNED)
+@pytest.mark.parametrize("mode", LS)
 @pytest.mark.parametrize("shape", [FEATURE_MAP, TOKENS])
 def test_a_learned_coefficient_belongs_to_one_channel_of_one_sample(mode, shape, randomize):
     scaling = randomize(SkipScaling(mode, [32])).double()
@@ -72,7 +72,7 @@ def test_a_learned_coefficient_belongs_to_one_channel_of_one_sample(mode, shape,
     torch.testing.assert_close(scaling(0, turned), scaling(0, skip).flip(-1), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("mode", LEARNED)
+@pytest.mark.parametrize("mode", LS)
 def test_learned_coefficients_start_near_one_half(mode):
     torch.manual_seed(0)
     kappa = SkipScaling(mode, [256]).coefficient(0, normal(8, 256, 4, 4, dtype=torch.float32))
@@ -93,7 +93,7 @@ def test_hidden_width_is_n_over_r_but_at_least_one(n, reduction, hidden):
 
 def test_ls_shares_a_network_among_skips_of_the_same_width_only(randomize):
     widths = [32, 64, 32, 64, 128, 32]
-    shared, separate = (randomize(SkipScaling(mode, widths)).double() for mode in LEARNED)
+    shared, separate = (randomize(SkipScaling(mode, widths)).double() for mode in LS)
     one = {32: 2 * 2 * 32 + 2 + 32, 64: 2 * 4 * 64 + 4 + 64, 128: 2 * 8 * 128 + 8 + 128}
     assert count(shared) == sum(one.values()) and len(shared.networks) == 3
     assert count(separate) == sum(one[width] for width in widths) and len(separate.networks) == 6
@@ -105,7 +105,7 @@ def test_ls_shares_a_network_among_skips_of_the_same_width_only(randomize):
                 assert not torch.allclose(separate(i, skip), separate(j, skip))
 
 
-@pytest.mark.parametrize("mode", LEARNED)
+@pytest.mark.parametrize("mode", LS)
 def test_a_skip_of_another_width_is_refused(mode):
     with pytest.raises(RuntimeError):
         SkipScaling(mode, [32, 64])(0, torch.zeros(1, 64, 2, 2))
@@ -139,7 +139,7 @@ def test_gradients_reach_the_learned_scales_and_a_step_changes_them(mode, shape)
     skips = [(10 * normal(*shape, seed=i, dtype=torch.float32)).requires_grad_() for i in range(2)]
     sum(scaling(i, skip).square().mean() for i, skip in enumerate(skips)).backward()
     optimizer.step()
-    assert all(skip.grad.abs().sum() > 0 for skip in skips) and len(before) == 4 * len(scaling.networks)
+    assert before and all(skip.grad.abs().sum() > 0 for skip in skips)
     for name, value in scaling.state_dict().items():
         assert not torch.equal(value, before[name]), name
 

@@ -613,3 +613,23 @@ def test_digits_are_legible_and_whole():
         pixels = np.asarray(train.draw_digit(i % 10, row.tolist(), 32, 32).convert("L"), np.int64)
         border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
         assert np.ptp(border) < 80 and np.abs(pixels - np.median(border)).max() > 60, i
+
+
+@pytest.mark.parametrize("labels", [[0, 1], [0, 1, 2], [0, -1, 1], [[0, 1, 1]]])
+def test_labels_that_do_not_fit_are_refused(labels):
+    """One too few, one that would mean "no label", a negative one, the wrong shape."""
+    with pytest.raises(ValueError, match="3 images of 2 classes need as many labels from 0 to 1"):
+        Data(np.zeros((3, 8, 8, 3), np.uint8), np.array(labels), ["a", "b"])
+
+
+def test_a_source_of_one_function_is_loaded_cached_and_mirrored_as_its_table_says(monkeypatch, tmp_path):
+    """The recipe of the README: a loader that returns arrays, and one line."""
+    def load_mine(args, say):
+        images, labels = np.full((6, 4, 4), 7, np.uint8), np.arange(6) % 2
+        return train.cached_images(args, [("mine", 1)], 6, lambda: train.array_pictures(images, labels, ["a", "b"]), say)
+
+    for mirrored in False, True:
+        monkeypatch.setitem(train.SOURCES, "mine", (load_mine, mirrored))
+        args = train.preset_args("digits", {"data": "mine", "size": (8, 8), "cache": str(tmp_path / "cache")})
+        data = train.load_data_once(args, lambda line: None)
+        assert data.images.shape == (6, 8, 8, 3) and (data.images == 7).all() and data.classes == ["a", "b"] and args.flip == mirrored

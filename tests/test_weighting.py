@@ -136,3 +136,16 @@ def test_unknown_names_are_refused_with_the_choices():
 def test_gamma_must_be_a_positive_number(weighting, gamma):
     with pytest.raises(ValueError, match=f"gamma.*positive.*{gamma}"):
         loss_weight(float64(1), weighting, gamma)
+
+
+def test_a_weighting_that_turns_negative_is_refused(monkeypatch):
+    monkeypatch.setitem(WEIGHTINGS, "mine", lambda snr, gamma: snr.log())
+    with pytest.raises(ValueError, match="'mine' gives weights below 0"):
+        loss_weight(float64(0.5, 2), "mine")
+
+
+def test_the_lesson_prints_and_draws_every_weighting(run_lesson, tmp_path):
+    printed = run_lesson("weighting")
+    for name in WEIGHTINGS:
+        assert printed.count(f"\n{name} ") == 3                                 # for each prediction
+    assert (tmp_path / "runs/lessons/weighting.png").exists()
