@@ -619,7 +619,7 @@ def test_digits_are_legible_and_whole():
 def test_labels_that_do_not_fit_are_refused(labels):
     """One too few, one that would mean "no label", a negative one, the wrong shape."""
     with pytest.raises(ValueError, match="3 images of 2 classes need as many labels from 0 to 1"):
-        Data(np.zeros((3, 8, 8, 3), np.uint8), np.array(labels), ["a", "b"])
+        train.Data(np.zeros((3, 8, 8, 3), np.uint8), np.array(labels), ["a", "b"])
 
 
 def test_a_source_of_one_function_is_loaded_cached_and_mirrored_as_its_table_says(monkeypatch, tmp_path):
