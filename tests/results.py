@@ -51,8 +51,9 @@ ARMS = {
     "v-snr+1": f"{QUALITY} --prediction v --weighting snr+1",
     "v-min-snr": f"{QUALITY} --prediction v --weighting min-snr",
 }
-SCALED = {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD} --lr 1e-2", "uvit": f"{DEEP_UVIT} {NORMAL}",
-          "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3", "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2"}
+SCALED = {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD} --lr 1e-2",
+          "unet-harder": f"{DEEP_UNET} {HARD} --lr 3e-2", "uvit": f"{DEEP_UVIT} {NORMAL}", "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3",
+          "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2"}
 for name, flags in SCALED.items():
     ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {mode}" for mode in SCALINGS}
 

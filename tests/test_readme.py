@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -82,3 +85,41 @@ def test_python_blocks_compile():
 def test_every_name_of_the_tables_of_choices_is_explained():
     for name in [*weighting.WEIGHTINGS, *weighting.PARETO_SOLVERS, *train.PRESETS, *sample.SOLVERS, *train.SCHEDULES, *train.MODES]:
         assert f"`{name}`" in README or f" {name}`" in README, name
+
+
+def apply_diff(folder, diff):
+    """Apply one recipe: the file's name, then one hunk whose context stands in the file exactly once."""
+    name, *lines = diff.rstrip("\n").split("\n")
+    path = folder / name.removeprefix("--- ")
+    before, after = ("".join(f"{line[1:]}\n" for line in lines if line[:1] in (kind, " ", "")) for kind in "-+")
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, f"{name} does not hold the context of its recipe"
+    path.write_text(text.replace(before, after), encoding="utf-8")
+
+
+def test_the_recipes_work(tmp_path):
+    """All five changes together, in a copy: each new name is a choice of its flag, trains, is saved and samples."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    recipes = [text for kind, text in BLOCKS if kind == "diff"]
+    for diff in recipes:
+        apply_diff(tmp_path, diff)
+    assert len(recipes) == 6
+
+    def run(*words):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    tiny = "--size 8 --channels 8 --channel-mult 1,2 --attention 4 --heads 2 --batch-size 4 --steps 2 --sample-every 0 --device cpu --precision fp32"
+    run("train.py", *tiny.split(), *"--data stripes --weighting root-snr --schedule sigmoid --skip-scaling scalar --out run".split())
+    run("train.py", *tiny.split(), *"--data stripes --skip-scaling root --out constant".split())
+    run("sample.py", "run", *"--solver dpm2 --count 2 --steps 3 --labels upright --device cpu --precision fp32".split())
+    weights = sample.load_checkpoint(tmp_path / "run")["model"]
+    assert [name for name in weights if "skip_scaling" in name] == [f"skip_scaling.networks.{i}.kappa" for i in range(4)]
+
+
+def test_the_sizes_of_the_recipes_are_right():
+    section = re.search(r"^## Changing it\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)[1]
+    sizes = [sum(line.startswith("+") for line in text.splitlines()) for kind, text in BLOCKS if kind == "diff"]
+    promised = [int(number) for title in re.findall(r"^\*\*A.*?\*\*", section, re.MULTILINE) for number in re.findall(r"\d+", title)]
+    assert sizes == promised
