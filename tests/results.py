@@ -118,7 +118,7 @@ def draw_quality(group):
     print("| arm |" + "".join(f" {step:,.0f} steps |" for step in steps) + f" steps to reach {goal:.2f} |")
     for arm, log in logs.items():
         print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {reached(log['step'], log['fid'], goal)} |")
-    return [{"title": "Fréchet distance of EMA samples", "x": "steps", "log_y": True,
+    return [{"title": "Frechet distance of EMA samples", "x": "steps", "log_y": True,
              "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}]
 
 
@@ -187,7 +187,7 @@ def draw_solvers(table):
     sample.save_picture(sample.line_chart([
         {"title": title, "x": "network calls for an image",
          "lines": {solver: ([int(row["calls"]) for row in own], [float(row[column]) for row in own]) for solver, own in lines.items()}}
-        for column, title in (("fid", "Fréchet distance"), ("recall", "recall"))]), KEPT / "solvers.png")
+        for column, title in (("fid", "Frechet distance"), ("recall", "recall"))]), KEPT / "solvers.png")
 
 
 def main():
