@@ -104,20 +104,23 @@ def steps_to_reach(steps, values, goal):
     return steps[0] if values[0] <= goal else None
 
 
-def reached(steps, values, goal):
-    """The same in words, and how many times faster than all steps of the plain arm."""
-    step = steps_to_reach(steps, values, goal)
-    return "not reached" if step is None else f"{step:,.0f} ({steps[-1] / step:.2f}x)"
+def reached(curves):
+    """When each curve, (steps, values), first reaches the last value of the first one, in words.   {arm: curve} -> {arm: text}"""
+    goal = next(iter(curves.values()))[1][-1]
+    steps = {arm: steps_to_reach(*curve, goal) for arm, curve in curves.items()}
+    plain = next(iter(steps.values()))
+    return {arm: "not reached" if step is None else f"{step:,.0f} ({plain / step:.2f}x)" for arm, step in steps.items()}
 
 
 def draw_quality(group):
     """Print a table of the distances and draw them along the steps."""
     logs = {arm: train.read_log(KEPT / arm / "fid.csv", train.FID_COLUMNS)
             for arm in GROUPS[group] if (KEPT / arm / "fid.csv").exists()}
-    goal, steps = next((log["fid"][-1], log["step"]) for log in logs.values())
-    print("| arm |" + "".join(f" {step:,.0f} steps |" for step in steps) + f" steps to reach {goal:.2f} |")
+    logs = {arm: log for arm, log in logs.items() if log["fid"]}                # others have just begun
+    times = reached({arm: (log["step"], log["fid"]) for arm, log in logs.items()})
+    print("| arm |" + "".join(f" {step:,.0f} steps |" for step in next(iter(logs.values()))["step"]) + " steps to the plain one's last |")
     for arm, log in logs.items():
-        print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {reached(log['step'], log['fid'], goal)} |")
+        print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {times[arm]} |")
     return [{"title": "Frechet distance of EMA samples", "x": "steps", "log_y": True,
              "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}]
 
@@ -131,19 +134,18 @@ def draw_scaling(group):
     """Print a table of loss and oscillation and draw both along the steps."""
     logs = {arm.removeprefix(f"{group}-"): train.read_log(KEPT / arm / "log.csv")
             for arm in GROUPS[group] if (KEPT / arm / "log.csv").exists()}
-    steps = smooth(next(iter(logs.values()))["step"])
-    losses = {mode: smooth(log["loss"]) for mode, log in logs.items()}
-    goal = losses["none"][-1]
-    print(f"| {group} | loss of the last 50 steps | steps to reach {goal:.4f} | features of the outermost decoder block: first, last, "
-          "largest | oscillation, outermost and mean |")
+    losses = {mode: (smooth(log["step"]), smooth(log["loss"])) for mode, log in logs.items()}
+    times = reached(losses)
+    print(f"| {group} | loss of the last 50 steps | steps to reach {losses['none'][1][-1]:.4f} | outermost decoder features: first, largest, last | "
+          "oscillation, outermost and mean |")
     for mode, log in logs.items():
         norms = [log[name] for name in log if name.startswith("decoder_norm_")]
         jumps = [oscillation(values) for values in norms]
         outer = norms[0]
-        print(f"| {mode} | {losses[mode][-1]:.4f} | {reached(steps, losses[mode], goal)} | {outer[0]:.3g}, {outer[-1]:.3g}, {max(outer):.3g} | "
+        print(f"| {mode} | {losses[mode][1][-1]:.4f} | {times[mode]} | {outer[0]:.3g}, {max(outer):.3g}, {outer[-1]:.3g} | "
               f"{jumps[0]:.3f}, {sum(jumps) / len(jumps):.3f} |")
     return [{"title": f"{group}: {title}", "x": "steps", "log_y": True, "lines": lines} for title, lines in (
-        ("weighted loss, mean of 50 steps", {mode: (steps, loss) for mode, loss in losses.items()}),
+        ("weighted loss, mean of 50 steps", losses),
         ("norm of outermost decoder features", {mode: (log["step"], log["decoder_norm_0"]) for mode, log in logs.items()}),
         ("gradient norm", {mode: (log["step"], log["grad_norm"]) for mode, log in logs.items()}))]
 
