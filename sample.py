@@ -132,6 +132,11 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 
+def first_line(error):
+    """What an exception says in a line; some say nothing, and torch goes on with advice that is none for a damaged file."""
+    return (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0]
+
+
 def torch_load(file):
     """torch.load of plain values alone; what is not used of a file stays unread, unless it is of PyTorch's older format."""
     return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -146,7 +151,7 @@ def load_checkpoint(path):
     try:
         checkpoint = torch_load(file)
     except Exception as error:                              # torn, foreign or unsafe files fail in many ways
-        raise ValueError(f"{file} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{file} cannot be read as a checkpoint: {first_line(error)}") from None
     if not isinstance(checkpoint, dict) or not {"model", "ema", "optimizer", "step", "config"} <= checkpoint.keys():
         raise ValueError(f"{file} is no checkpoint of train.py; published weights are read with --weights FILE --preset NAME")
     return checkpoint
@@ -180,7 +185,7 @@ def read_weights(file):
     except FileNotFoundError:
         raise ValueError(f"--weights {file} does not exist") from None
     except Exception as error:                              # torn, foreign or unsafe files fail in many ways
-        raise ValueError(f"--weights {file} cannot be read safely as a dict of tensors: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--weights {file} cannot be read safely as a dict of tensors: {first_line(error)}") from None
     if not isinstance(state, dict) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"--weights {file} is not a dict of tensors as published models are")
     return state
@@ -618,7 +623,7 @@ class FeatureNetwork:
         try:
             self.network = torch.jit.load(self.file, map_location=device).eval()
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"--features {self.file} cannot be read as TorchScript: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"--features {self.file} cannot be read as TorchScript: {first_line(error)}") from None
         self.digest = sha256(self.file)
 
     @torch.inference_mode()
@@ -714,7 +719,7 @@ class ImageFiles:
             with Image.open(file, formats=FORMATS) as image:
                 return np.asarray(to_rgb(image))
         except Exception as error:                          # decoders meet broken bytes with errors of a dozen kinds
-            raise ValueError(f"{self.path / self.names[k]} cannot be read: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{self.path / self.names[k]} cannot be read: {first_line(error)}") from None
 
     def __getitem__(self, indices):
         with ThreadPoolExecutor() as pool:
@@ -947,7 +952,7 @@ class Decoder:
         try:
             self.network = torch.jit.load(file, map_location=device).eval() if file else None
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"--decoder {file} cannot be read as TorchScript: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"--decoder {file} cannot be read as TorchScript: {first_line(error)}") from None
         self.keep_latents, self.device = latents and not file, device
 
     @torch.inference_mode()

@@ -350,9 +350,8 @@ def show_run(run, found):
 
 def show_oscillation(log):
     """One number for a run that was trained with --probe."""
-    names = [name for name in log if name.startswith("decoder_norm_")]
-    if names:
-        values = [oscillation(log[name]) for name in names]
+    values = [oscillation(log[name]) for name in log if name.startswith("decoder_norm_")]
+    if values and math.isfinite(values[0]):                 # a short log has none
         print(f"oscillation of the decoder's features along training: {sum(values) / len(values):.3f} on average over its blocks,"
               f" {values[0]:.3f} in the outermost\n(standard deviation of the logarithm of the norm over 10 rows of log.csv, median)")
 
@@ -389,7 +388,7 @@ def main():
     parser = Parser(description="What the coefficients of the long skips are and do, and with --run what a trained run has made "
                     "of them.", formatter_class=Help)
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to look into")
-    parser.add_argument("--bins", type=int, default=10, help="equal parts of the timesteps")
+    parser.add_argument("--bins", type=int, default=10, help="of --run: equal parts of the timesteps")
     args = parser.parse_args()
     if not 1 <= args.bins <= 100:
         parser.error(f"--bins must be from 1 to 100, not {args.bins}")

@@ -339,7 +339,7 @@ def save_atomically(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:                # torch reports a full disk as a RuntimeError
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written ({str(error).splitlines()[0]}); the one before is untouched") from None
+        raise OSError(f"{path} could not be written ({sample.first_line(error)}); the one before is untouched") from None
 
 
 def save_checkpoint(run, step):
@@ -521,7 +521,7 @@ def decode_chunk(pictures, indices, args):
         except UnidentifiedImageError:
             results.append((None, "not an image"))
         except Exception as error:  # decoders meet broken bytes with errors of a dozen kinds, OSError to zlib.error
-            results.append((None, (str(error) or type(error).__name__).splitlines()[0]))
+            results.append((None, sample.first_line(error)))
     return results
 
 

@@ -9,7 +9,6 @@ NETWORK is a TorchScript network as for `sample.py --features`. Runs go to runs/
 What the pictures need of the logs is kept beside this file, in results/ARM/, so that they can be drawn again without the runs.
 """
 
-import argparse
 import csv
 import re
 import shlex
@@ -36,6 +35,7 @@ HARD = "--steps 300 --batch-size 8 --warmup 0 --clip inf"                       
 DEEP_UNET = "--channels 16 --channel-mult 1,2,2 --blocks 3"                     # 12 long skips
 DEEP_UVIT = "--backbone uvit --patch 4 --width 96 --depth 12 --heads 3"         # 6 long skips
 SCALINGS = "none", "sqrt2", "cs", "ls"
+SMOOTH = 10             # rows of log.csv over which losses are averaged
 
 ARMS = {
     "constant": f"{QUALITY} --weighting constant",
@@ -112,11 +112,18 @@ def reached(curves):
     return {arm: "not reached" if step is None else f"{step:,.0f} ({plain / step:.2f}x)" for arm, step in steps.items()}
 
 
+def kept_logs(group, file, columns):
+    """{arm: log} of the arms of a group that have got somewhere, the plain one first."""
+    logs = {arm: train.read_log(KEPT / arm / file, columns) for arm in GROUPS[group] if (KEPT / arm / file).exists()}
+    logs = {arm: log for arm, log in logs.items() if len(log["step"]) >= (1 if file == "fid.csv" else SMOOTH)}
+    if GROUPS[group][0] not in logs:
+        sys.exit(f"{group}: there is no log of its plain arm, {GROUPS[group][0]}, to compare with yet")
+    return logs
+
+
 def draw_quality(group):
     """Print a table of the distances and draw them along the steps."""
-    logs = {arm: train.read_log(KEPT / arm / "fid.csv", train.FID_COLUMNS)
-            for arm in GROUPS[group] if (KEPT / arm / "fid.csv").exists()}
-    logs = {arm: log for arm, log in logs.items() if log["fid"]}                # others have just begun
+    logs = kept_logs(group, "fid.csv", train.FID_COLUMNS)
     times = reached({arm: (log["step"], log["fid"]) for arm, log in logs.items()})
     print("| arm |" + "".join(f" {step:,.0f} steps |" for step in next(iter(logs.values()))["step"]) + " steps to the plain one's last |")
     for arm, log in logs.items():
@@ -125,15 +132,14 @@ def draw_quality(group):
              "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}]
 
 
-def smooth(values, rows=10):
-    """Running means over so many rows of a log."""
-    return np.convolve(values, np.ones(rows) / rows, "valid")
+def smooth(values):
+    """Running means over SMOOTH rows of a log."""
+    return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid")
 
 
 def draw_scaling(group):
     """Print a table of loss and oscillation and draw both along the steps."""
-    logs = {arm.removeprefix(f"{group}-"): train.read_log(KEPT / arm / "log.csv")
-            for arm in GROUPS[group] if (KEPT / arm / "log.csv").exists()}
+    logs = {arm.removeprefix(f"{group}-"): log for arm, log in kept_logs(group, "log.csv", train.COLUMNS).items()}
     losses = {mode: (smooth(log["step"]), smooth(log["loss"])) for mode, log in logs.items()}
     times = reached(losses)
     print(f"| {group} | loss of the last 50 steps | steps to reach {losses['none'][1][-1]:.4f} | outermost decoder features: first, largest, last | "
@@ -154,46 +160,51 @@ def run_arm(arm, args):
     words = train_command(arm, args)
     if args.print:
         print(shlex.join(words))
-    elif not args.draw and subprocess.run(words).returncode:
-        sys.exit(f"{arm} ended early: the same command goes on")
-    keep_logs(arm, args)
+    elif not args.draw:
+        if subprocess.run(words).returncode:
+            sys.exit(f"{arm} ended early: the same command goes on")
+        keep_logs(arm, args)
 
 
 def run_solvers(args):
     """Fréchet distance of 1,000 images for each solver and number of steps, into results/solvers.csv; then the picture."""
     table = KEPT / "solvers.csv"
-    if not (table.exists() or args.print):
-        KEPT.mkdir(exist_ok=True)
-        table.write_text("solver,steps,calls,fid,precision,recall\n")
-    done = [line.split(",")[:2] for line in table.read_text().splitlines()] if table.exists() else []
+    rows = list(csv.DictReader(table.read_text().splitlines())) if table.exists() else []
+    rows = [row for row in rows if row["run"] == Path(args.run).name]
+    done = [(row["solver"], int(row["steps"])) for row in rows]
     for solver, steps in [(solver, steps) for solver, choices in SOLVER_STEPS.items() for steps in choices]:
         out = Path(args.runs) / "solvers" / f"{solver}-{steps}.npz"
         words = [sys.executable, str(ROOT / "sample.py"), args.run, "--solver", solver, "--steps", str(steps), "--count", "1000", "--precision", "fp32",
                  "--out", str(out), "--fid", "train", "--features", args.features or "NETWORK", "--cache", args.cache]
         if args.print:
             print(shlex.join(words))
-        elif not args.draw and [solver, str(steps)] not in done:
+        elif not args.draw and (solver, steps) not in done:
             out.parent.mkdir(parents=True, exist_ok=True)
-            said = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
-            figures = re.search(r"FID ([\d.]+), precision ([\d.]+), recall ([\d.]+)", said).groups()
-            with open(table, "a") as file:
-                file.write(",".join([solver, str(steps), str(2 * steps - 1 if solver == "heun" else steps), *figures]) + "\n")
+            said = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+            if said.returncode:
+                sys.exit(f"{solver} with {steps} steps ended early: the same command goes on")
+            fid, precision, recall = re.search(r"FID ([\d.]+), precision ([\d.]+), recall ([\d.]+)", said.stdout).groups()
+            rows.append({"run": Path(args.run).name, "solver": solver, "steps": steps, "calls": 2 * steps - 1 if solver == "heun" else steps,
+                         "fid": fid, "precision": precision, "recall": recall})
+            KEPT.mkdir(exist_ok=True)
+            table.write_text("".join(",".join(map(str, line)) + "\n" for line in [rows[0], *(row.values() for row in rows)]))
     if not args.print:
-        draw_solvers(table)
+        draw_solvers(rows, args.run)
 
 
-def draw_solvers(table):
-    with open(table, newline="") as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: int(row["calls"]))
+def draw_solvers(rows, run):
+    if not rows:
+        sys.exit(f"solvers: nothing was measured of {run} yet")
     lines = {solver: [row for row in rows if row["solver"] == solver] for solver in SOLVER_STEPS}
     sample.save_picture(sample.line_chart([
         {"title": title, "x": "network calls for an image",
          "lines": {solver: ([int(row["calls"]) for row in own], [float(row[column]) for row in own]) for solver, own in lines.items()}}
         for column, title in (("fid", "Frechet distance"), ("recall", "recall"))]), KEPT / "solvers.png")
+    print(f"look at {KEPT / 'solvers.png'}")
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=sample.Help)
+    p = sample.Parser(prog="results.py", description=__doc__.splitlines()[0], formatter_class=sample.Help)
     p.add_argument("group", nargs="+", choices=[*GROUPS, "solvers"], help="experiments")
     p.add_argument("--draw", action="store_true", help="run nothing")
     p.add_argument("--print", action="store_true", help="print the commands and stop")

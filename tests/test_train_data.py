@@ -616,7 +616,7 @@ def test_digits_are_legible_and_whole():
 
 
 @pytest.mark.parametrize("labels", [[0, 1], [0, 1, 2], [0, -1, 1], [[0, 1, 1]]])
-def test_labels_that_do_not_fit_are_refused(labels):
+def test_a_source_with_labels_that_do_not_fit_is_refused(labels):
     """One too few, one that would mean "no label", a negative one, the wrong shape."""
     with pytest.raises(ValueError, match="3 images of 2 classes need as many labels from 0 to 1"):
         train.Data(np.zeros((3, 8, 8, 3), np.uint8), np.array(labels), ["a", "b"])
