@@ -445,3 +445,12 @@ def test_a_model_that_diverged_writes_no_picture(command, runs):
     torch.save(bad, runs / "bad.pt")
     done = command("sample.py", "bad.pt", "--count", "2", "--steps", "2", "--out", "bad.png")
     assert done.returncode == 2 and "nan" in done.stderr and not (runs / "bad.png").exists()
+
+
+def test_an_empty_checkpoint_is_refused_in_one_line_by_every_program(command, runs):
+    """The exception that it causes says nothing itself."""
+    (runs / "empty").mkdir()
+    (runs / "empty/checkpoint.pt").write_bytes(b"")
+    for words in (["sample.py", "empty"], ["scaling.py", "--run", "empty"], ["weighting.py", "--run", "empty"], ["train.py", "--resume", "--out", "empty"]):
+        done = command(*words)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be read as a checkpoint" in done.stderr, done.stderr
