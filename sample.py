@@ -268,7 +268,8 @@ def autocast(device, dtype):
     # On CPUs that multiply bf16 natively, the backward pass of the fused attention kernel takes three to nine times as long as the
     # products written out, which is what the backend MATH does; in fp32 and on GPUs the fused kernels are the right choice
     written_out = device.type == "cpu" and dtype == torch.bfloat16
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(written_out)         # else MATH would multiply in fp32
+    if written_out:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)            # else MATH would multiply in fp32
     with (nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype),
           sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext()):
         yield
