@@ -20,13 +20,14 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
 import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -840,33 +841,70 @@ def measure(args, images, count, network, reference, rank, processes):
 # The command
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Help lines that end with the default, unless there is none or the line says it itself."""
+    """Help in few lines: --[no-]gray for two spellings, and each line ends with the default, unless it says so itself."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30)
+
+    def _format_action_invocation(self, action):
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0].replace("--", "--[no-]")
+        return super()._format_action_invocation(action)
+
+    def _get_default_metavar_for_optional(self, action):
+        return "X"
 
     def _get_help_string(self, action):
-        return action.help if action.default is None or "(default" in action.help else super()._get_help_string(action)
+        said = action.default is None or action.default is False or "(default" in action.help
+        return action.help if said else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit status 2."""
 
+    def __init__(self, **options):
+        super().__init__(usage=f"{options['prog']} [FLAGS]", formatter_class=Help, **options)
+
     def error(self, message):
+        message = re.sub("^argument (.*?): must", r"\1 must", message)
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def parse_args(argv=None):
-    p = Parser(description="Draw images with a trained model.", formatter_class=Help)
+def number(interval, kind=float):
+    """The type of a flag: numbers in an interval such as "[0, 1)"; with kind=int whole ones, 1e5 included.   ArgumentTypeError"""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+
+    def parse(text):
+        value = math.nan
+        for read in (int, float):                           # int first: a float has no room for the digits of a large seed
+            with suppress(ValueError):
+                value = read(text)
+                break
+        if value in (low, high):
+            fine = interval[0 if value == low else -1] in "[]"
+        else:
+            fine = low < value < high and (kind is float or value == int(value))
+        if not fine:
+            raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number in {interval}, not {text}")
+        return kind(value)
+
+    return parse
+
+
+def build_parser():
+    p = Parser(prog="sample.py", description="Draw images with a trained model, or measure images.")
     p.add_argument("run", nargs="?", help="run folder of train.py, or a checkpoint file; with --fid also images: a folder, .zip, .npz")
     p.add_argument("--out", help="grid.png, samples.npz or folder/ (default: sampled.png in the run folder, with --fid samples.npz)")
-    p.add_argument("--count", type=int, help="number of images (default: 64; 10 with --interpolate, 4 with --path)")
-    p.add_argument("--batch-size", type=int, default=64, help="images drawn at once by each process")
-    p.add_argument("--seed", type=int, default=0, help="image k depends on the seed and k alone")
+    p.add_argument("--count", type=number("[1, 1e9]", int), help="number of images (default: 64; 10 with --interpolate, 4 with --path)")
+    p.add_argument("--batch-size", type=number("[1, 1e6]", int), default=64, help="images drawn at once by each process")
+    p.add_argument("--seed", type=number("[0, 1e18]", int), default=0, help="image k depends on the seed and k alone")
     p.add_argument("--labels", help="class names or numbers separated by commas, taken in turn; 'none' for no label "
                                     "(default: all classes in turn)")
     p.add_argument("--solver", choices=SOLVERS, default="heun", help="how the ODE is followed")
-    p.add_argument("--steps", type=int, default=18, help="noise levels; heun calls the model twice for each but the last")
-    p.add_argument("--churn", type=float, default=0.0, help="S_churn of Karras et al. 2022, 0 = deterministic")
-    p.add_argument("--guidance", type=float, default=1.0, help="s in D_none + s (D_label - D_none), 1 = off")
-    p.add_argument("--guidance-interval", type=int, nargs=2, metavar=("FIRST", "LAST"), help="timesteps that are guided, 0 = cleanest")
+    p.add_argument("--steps", type=number("[1, 1000]", int), default=18, help="noise levels; heun calls the model twice for each but the last")
+    p.add_argument("--churn", type=number("[0, inf)"), default=0.0, help="S_churn of Karras et al. 2022, 0 = deterministic")
+    p.add_argument("--guidance", type=number("(-inf, inf)"), default=1.0, help="s in D_none + s (D_label - D_none), 1 = off")
+    p.add_argument("--guidance-interval", type=number("[0, 1000)", int), nargs=2, metavar=("FIRST", "LAST"), help="timesteps that are guided, 0 = cleanest")
     p.add_argument("--raw", action="store_true", help="the weights of the last step instead of their moving average (EMA)")
     p.add_argument("--weights", metavar="FILE", help="published weights, with --preset instead of a run")
     p.add_argument("--preset", help="the setting of train.py that describes --weights")
@@ -877,11 +915,11 @@ def parse_args(argv=None):
     p.add_argument("--features", metavar="NETWORK", help=f"of --fid: TorchScript file (default: {INCEPTION} in --cache, fetched if need be)")
     p.add_argument("--cache", default="cache", metavar="DIR", help="of --fid: where decoded references and their statistics are kept")
     p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="of --fid cifar10: where it lies, or is put")
-    p.add_argument("--interpolate", type=int, nargs=2, metavar=("A", "B"), help="draw the way from image A to image B of this seed")
+    p.add_argument("--interpolate", type=number("[0, 1e9]", int), nargs=2, metavar=("A", "B"), help="draw the way from image A to image B of this seed")
     p.add_argument("--path", action="store_true", help="draw a film strip of the denoised image along sampling")
     p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
     p.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="precision of products")
-    return p, p.parse_args(argv)
+    return p
 
 
 def load_source(args):
@@ -923,22 +961,17 @@ def pick_labels(args, model, classes):
     return numbers
 
 
-def check_numbers(args, model, diffusion):
-    """One line for each number that makes no sense."""
-    for flag in "count", "batch_size", "steps":
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, not {getattr(args, flag)}")
-    if not 0 <= args.seed < 2**63 or not 0 <= args.churn < math.inf or not math.isfinite(args.guidance):
-        raise ValueError("--seed must be from 0 to 2^63 - 1, --churn at least 0, and --guidance a finite number")
+def check_together(args, model, diffusion):
+    """One line for flags that do not go together, or not with this model."""
     if args.steps > diffusion.timesteps:
         raise ValueError(f"--steps {args.steps} is more than the {diffusion.timesteps} timesteps that the model knows")
     if args.guidance != 1 and (model.num_classes is None or not model.null_label or args.labels == "none"):
         raise ValueError(f"--guidance {args.guidance:g} needs labels and a class-conditional model that was trained with "
                          f"--label-dropout; 1 turns it off")
     first, last = args.guidance_interval or (0, 0)
-    if args.guidance_interval and (args.guidance == 1 or not 0 <= first <= last < diffusion.timesteps):
+    if args.guidance_interval and (args.guidance == 1 or not first <= last < diffusion.timesteps):
         raise ValueError(f"--guidance-interval goes with --guidance, and needs 0 <= FIRST <= LAST < {diffusion.timesteps}, not {first} {last}")
-    if args.interpolate and (args.churn or min(args.interpolate) < 0 or len(set(args.interpolate)) == 1):
+    if args.interpolate and (args.churn or len(set(args.interpolate)) == 1):
         raise ValueError("--interpolate needs the numbers of two images, and no --churn, whose noise belongs to neither")
     if args.churn and args.solver in MULTISTEP:
         raise ValueError(f"--churn goes with --solver heun or euler; {args.solver} remembers the step before")
@@ -1047,8 +1080,8 @@ def pick_out(args):
 
 
 def main():
-    parser, args = parse_args()
-    rank = int(os.environ.get("RANK", 0))
+    parser = build_parser()
+    args, rank = parser.parse_args(), int(os.environ.get("RANK", 0))
 
     def say(line):
         if rank == 0:
@@ -1061,7 +1094,7 @@ def main():
         if drawing:
             model, diffusion, config = load_source(args)
             args.count = {None: 10 if args.interpolate else 4 if args.path else 64}.get(args.count, args.count)
-            check_numbers(args, model, diffusion)
+            check_together(args, model, diffusion)
             labels = pick_labels(args, model, config["data"]["classes"])
             args.out = pick_out(args)
         device = pick_device(args.device)

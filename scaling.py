@@ -383,15 +383,13 @@ def study_run(path, bins):
 
 
 def main():
-    from sample import Help, Parser
+    from sample import Parser, number
 
-    parser = Parser(description="What the coefficients of the long skips are and do, and with --run what a trained run has made "
-                    "of them.", formatter_class=Help)
+    parser = Parser(prog="scaling.py", description="What the coefficients of the long skips are and do, and with --run what a "
+                    "trained run has made of them.")
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to look into")
-    parser.add_argument("--bins", type=int, default=10, help="of --run: equal parts of the timesteps")
+    parser.add_argument("--bins", type=number("[1, 100]", int), default=10, help="of --run: equal parts of the timesteps")
     args = parser.parse_args()
-    if not 1 <= args.bins <= 100:
-        parser.error(f"--bins must be from 1 to 100, not {args.bins}")
     if args.run is None:
         show_coefficients()
         return show_theorems()

@@ -49,6 +49,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import sample
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream
+from sample import number
 from scaling import CONSTANTS, MODES, gradient_norms, probe
 from weighting import CHANGE_OF_VARIABLE, PARETO_SOLVERS, WEIGHTINGS, gradient_gram, loss_weight, pareto_weights, squeeze_into_bin
 
@@ -1014,22 +1015,11 @@ PRESETS = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 
-def whole(text):
-    """A whole number; 1e5 is one too."""
-    try:
-        value = float(text)
-        if value == int(value):
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-
-
 def size(text):
     """32, or 32x64 for height and width.   -> (height, width)"""
     parts = text.split("x")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of pixels like 32, or HEIGHTxWIDTH like 32x64")
+        raise argparse.ArgumentTypeError(f"must be pixels like 32, or HEIGHTxWIDTH like 32x64, not {text}")
     return int(parts[0]), int(parts[-1])
 
 
@@ -1037,28 +1027,27 @@ def integers(text):
     """1,2,2 -> (1, 2, 2); nothing -> ()"""
     parts = [part for part in text.split(",") if part]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers like 1,2,2")
+        raise argparse.ArgumentTypeError(f"must be positive whole numbers like 1,2,2, not {text}")
     return tuple(int(part) for part in parts)
 
 
-def two_numbers(text):
+def two_betas(text):
     """0.9,0.999 -> (0.9, 0.999)"""
-    try:
-        first, second = (float(part) for part in text.split(","))
-        return first, second
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two numbers like 0.9,0.999") from None
+    betas = [number("[0, 1)")(part) for part in text.split(",")]
+    if len(betas) != 2:
+        raise argparse.ArgumentTypeError(f"must be two numbers like 0.9,0.999, not {text}")
+    return tuple(betas)
 
 
 def build_parser():
-    p = sample.Parser(prog="train.py", description=__doc__.splitlines()[0], formatter_class=sample.Help)
+    p = sample.Parser(prog="train.py", description=__doc__.splitlines()[0])
     on_off = argparse.BooleanOptionalAction
     add = p.add_argument_group("data").add_argument
     add("--preset", choices=PRESETS, default="digits", help="a published setting; flags beside it win", metavar="NAME")
     add("--data", default="digits", help=f"{', '.join(SOURCES)}, or a path: folder or zip of images, .npz, .npy")
     add("--data-dir", default="cifar10", metavar="DIR", help="where CIFAR-10 lies, or is put")
     add("--size", type=size, default="32", help="pixels: 32, or 32x64 for height x width")
-    add("--crop", type=whole, help="first cut out this many pixels from the centre (CelebA: 140)")
+    add("--crop", type=number("[1, 1e6]", int), help="first cut out this many pixels from the centre (CelebA: 140)")
     add("--gray", action=on_off, default=False, help="one channel instead of three")
     add("--flip", action=on_off, default=None, help="mirror half of the images (default: yes, but not digits or latents)")
     add("--unconditional", action=on_off, default=False, help="ignore the labels")
@@ -1068,19 +1057,19 @@ def build_parser():
     add = p.add_argument_group("model").add_argument
     add("--backbone", choices=("unet", "uvit", "vit"), default="unet", help="network")
     add("--skip-scaling", choices=MODES, help="coefficients of the long skips (default: ls; none for vit, which has no long skips)")
-    add("--kappa", type=float, default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
-    add("--heads", type=whole, default=4, help="attention heads")
-    add("--channels", type=whole, default=16, help="unet: width of the first level")
+    add("--kappa", type=number("(0, 1]"), default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
+    add("--heads", type=number("[1, 1e6]", int), default=4, help="attention heads")
+    add("--channels", type=number("[1, 1e6]", int), default=16, help="unet: width of the first level")
     add("--channel-mult", type=integers, default="1,2,4", metavar="M,M,..", help="unet: width of each level, times --channels")
-    add("--blocks", type=whole, default=1, help="unet: residual blocks of a level")
+    add("--blocks", type=number("[1, 1e6]", int), default=1, help="unet: residual blocks of a level")
     add("--attention", type=integers, default="8", metavar="H,H,..", help="unet: feature-map heights with attention")
-    add("--head-channels", type=whole, help="unet: channels of a head, instead of --heads")
-    add("--dropout", type=float, default=0.0, help="unet: share of features dropped in training")
+    add("--head-channels", type=number("[1, 1e6]", int), help="unet: channels of a head, instead of --heads")
+    add("--dropout", type=number("[0, 1)"), default=0.0, help="unet: share of features dropped in training")
     add("--scale-shift-norm", action=on_off, default=True, help="unet: the embedding scales and shifts (ADM) or adds (DDPM)")
     add("--resblock-updown", action=on_off, default=False, help="unet: resize inside residual blocks (ADM) or by convolutions")
-    add("--patch", type=whole, default=4, help="uvit, vit: pixels of a patch's side")
-    add("--width", type=whole, default=192, help="uvit, vit: features of a token")
-    add("--depth", type=whole, default=6, help="uvit, vit: blocks; uvit has 2 * (depth // 2) + 1")
+    add("--patch", type=number("[1, 1e6]", int), default=4, help="uvit, vit: pixels of a patch's side")
+    add("--width", type=number("[1, 1e6]", int), default=192, help="uvit, vit: features of a token")
+    add("--depth", type=number("[1, 1e6]", int), default=6, help="uvit, vit: blocks; uvit has 2 * (depth // 2) + 1")
     add("--time-mlp", action=on_off, default=False, help="uvit: a small network on the timestep")
     add("--final-conv", action=on_off, default=True, help="uvit: a 3x3 convolution over the finished picture")
     add("--weights", metavar="FILE", help="start from published weights of the same architecture")
@@ -1090,36 +1079,36 @@ def build_parser():
     add("--schedule", choices=SCHEDULES, default="cosine", help="noise schedule")
     add("--zero-terminal-snr", action=on_off, default=False, help="rescale the schedule to end in pure noise")
     add("--weighting", choices=(*WEIGHTINGS, *PARETO_SOLVERS), default="min-snr", help="loss weight over timesteps, stated for x0")
-    add("--gamma", type=float, default=5.0, help="of min-snr and soft-min-snr; in the papers max-snr and p2 have 1")
-    add("--pareto-every", type=whole, default=100, help="ugd, frank-wolfe: steps between solutions for the weights")
-    add("--pareto-bins", type=whole, default=20, help="ugd, frank-wolfe: bins of timesteps, each with one weight")
-    add("--pareto-regularization", type=float, default=0.0, help="ugd, frank-wolfe: lambda of lambda |w|^2")
-    add("--label-dropout", type=float, default=0.1, help="share of labels withheld, for guidance; 0 = the model needs labels")
+    add("--gamma", type=number("(0, inf)"), default=5.0, help="of min-snr and soft-min-snr; in the papers max-snr and p2 have 1")
+    add("--pareto-every", type=number("[1, 1e12]", int), default=100, help="ugd, frank-wolfe: steps between solutions for the weights")
+    add("--pareto-bins", type=number("[1, 1000]", int), default=20, help="ugd, frank-wolfe: bins of timesteps, each with one weight")
+    add("--pareto-regularization", type=number("[0, inf)"), default=0.0, help="ugd, frank-wolfe: lambda of lambda |w|^2")
+    add("--label-dropout", type=number("[0, 1)"), default=0.1, help="share of labels withheld, for guidance; 0 = the model needs labels")
     add = p.add_argument_group("optimisation").add_argument
-    add("--steps", type=whole, default=720, help="optimiser steps in all")
-    add("--batch-size", type=whole, default=32, help="images of a step, over all processes")
-    add("--micro-batch", type=whole, help="images that a process computes at once (default: all of its share)")
-    add("--lr", type=float, default=2e-3, help="learning rate of AdamW")
-    add("--warmup", type=whole, default=50, help="steps over which the learning rate rises")
-    add("--weight-decay", type=float, default=0.01, help="of AdamW, on matrices alone")
-    add("--betas", type=two_numbers, default="0.9,0.99", metavar="B1,B2", help="of AdamW")
-    add("--clip", type=float, default=1.0, help="largest gradient norm, inf = off")
-    add("--ema", type=float, default=0.99, help="decay of the averaged weights; they start with a smaller one")
+    add("--steps", type=number("[1, 1e12]", int), default=720, help="optimiser steps in all")
+    add("--batch-size", type=number("[1, 1e6]", int), default=32, help="images of a step, over all processes")
+    add("--micro-batch", type=number("[1, 1e6]", int), help="images that a process computes at once (default: all of its share)")
+    add("--lr", type=number("(0, inf)"), default=2e-3, help="learning rate of AdamW")
+    add("--warmup", type=number("[0, 1e12]", int), default=50, help="steps over which the learning rate rises")
+    add("--weight-decay", type=number("[0, inf)"), default=0.01, help="of AdamW, on matrices alone")
+    add("--betas", type=two_betas, default="0.9,0.99", metavar="B1,B2", help="of AdamW")
+    add("--clip", type=number("(0, inf]"), default=1.0, help="largest gradient norm, inf = off")
+    add("--ema", type=number("[0, 1)"), default=0.99, help="decay of the averaged weights; they start with a smaller one")
     add = p.add_argument_group("run").add_argument
     add("--out", help="run folder (default: runs/ and the preset's name, or the data's)")
     add("--resume", action=on_off, default=False, help="go on from the run folder's checkpoint, with its flags")
-    add("--seed", type=whole, default=0, help="of everything random")
+    add("--seed", type=number("[0, 1e18]", int), default=0, help="of everything random")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
     add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of products; auto: bf16 where native, else fp32")
     add("--compile", action=on_off, default=False, help="torch.compile the network")
     add("--checkpointing", action=on_off, default=False, help="recompute activations in the backward pass: less memory, slower")
-    add("--log-every", type=whole, default=50, help="steps between rows of log.csv")
-    add("--probe", type=whole, default=0, metavar="K", help="steps between measurements of each long skip's norms, gradients and kappa into "
+    add("--log-every", type=number("[1, 1e12]", int), default=50, help="steps between rows of log.csv")
+    add("--probe", type=number("[0, 1e12]", int), default=0, metavar="K", help="steps between measurements of each long skip's norms, gradients and kappa into "
         "log.csv and curves.png, 0 = none")
-    add("--sample-every", type=whole, default=360, help="steps between sample grids; 0 = none, not at the end either")
-    add("--save-every", type=whole, default=360, help="steps between checkpoints")
-    add("--fid-every", type=whole, default=0, help="steps between measurements of FID against the training data into fid.csv, 0 = none")
-    add("--fid-count", type=whole, default=10_000, help="images drawn for each, with 35 model calls for an image")
+    add("--sample-every", type=number("[0, 1e12]", int), default=360, help="steps between sample grids; 0 = none, not at the end either")
+    add("--save-every", type=number("[1, 1e12]", int), default=360, help="steps between checkpoints")
+    add("--fid-every", type=number("[0, 1e12]", int), default=0, help="steps between measurements of FID against the training data into fid.csv, 0 = none")
+    add("--fid-count", type=number("[2, 1e9]", int), default=10_000, help="images drawn for each, with 35 model calls for an image")
     add("--features", metavar="NETWORK", help=f"of --fid-every: TorchScript file (default: {sample.INCEPTION} in --cache, fetched if need be)")
     add("--compare", nargs="+", metavar="RUN", help="draw the curves of these runs into one picture, --out, and stop")
     return p
@@ -1161,7 +1150,7 @@ def parse_args(argv=None):
 
 
 def check_args(args, given):
-    """One line for each flag whose value makes no sense, before any work starts.   ValueError"""
+    """One line for flags that do not go together, before any work starts.   ValueError"""
     other = {"unet": UVIT_FLAGS | VIT_FLAGS, "uvit": UNET_FLAGS, "vit": UNET_FLAGS | UVIT_FLAGS}[args.backbone]
     wrong = [name for name in given if name in other]
     if wrong:
@@ -1172,24 +1161,12 @@ def check_args(args, given):
         raise ValueError(f"--probe {args.probe}: --backbone {args.backbone} of --depth {args.depth} has no long skips to measure")
     if args.probe and args.compile:
         raise ValueError(f"--probe {args.probe} cannot look into a network that --compile has fused: leave one of them out")
-    at_least_1 = ("steps", "batch_size", "log_every", "save_every", "pareto_every", "heads", "channels", "blocks", "patch", "width", "depth")
-    rules = [(name, getattr(args, name) >= 1, "at least 1") for name in at_least_1]
-    rules += [(name, getattr(args, name) is None or getattr(args, name) >= 1, "at least 1") for name in ("crop", "micro_batch", "head_channels")]
-    rules += [(name, 0 < getattr(args, name) < math.inf, "a positive number") for name in ("lr", "gamma")]
-    rules += [(name, 0 <= getattr(args, name) < math.inf, "at least 0") for name in ("seed", "warmup", "weight_decay", "pareto_regularization", "sample_every")]
-    rules += [(name, 0 <= getattr(args, name) < 1, "in [0, 1)") for name in ("dropout", "ema", "label_dropout")]
-    rules += [("probe", args.probe >= 0, "at least 0"), ("fid_every", args.fid_every >= 0, "at least 0"),
-              ("fid_count", args.fid_count >= 2, "at least 2"),
-              ("features", "features" not in given or args.fid_every > 0, "given with --fid-every")]
-    rules += [("seed", args.seed < 2**63, "below 2^63"), ("steps", args.steps <= 10**12, "at most 1e12"), ("batch_size", args.batch_size <= 10**6, "at most 1e6")]
-    rules += [("clip", args.clip > 0, "positive; inf turns it off"), ("kappa", 0 < args.kappa <= 1, "in (0, 1]"),
-              ("pareto_bins", 1 <= args.pareto_bins <= 1000, "from 1 to the 1000 timesteps"),
-              ("betas", all(0 <= beta < 1 for beta in args.betas), "two numbers in [0, 1)"),
-              ("channel_mult", len(args.channel_mult) > 0, "one number for each level"),
-              ("data", args.data is not None, "digits, cifar10 or a path: this preset's images must be given")]
-    for name, fine, rule in rules:
-        if not fine:
-            raise ValueError(f"--{name.replace('_', '-')} must be {rule}, not {getattr(args, name)}")
+    if not args.channel_mult:
+        raise ValueError("--channel-mult must be one number for each level")
+    if "features" in given and not args.fid_every:
+        raise ValueError("--features goes with --fid-every")
+    if args.data is None:
+        raise ValueError(f"--data must be digits, cifar10 or a path: the images of preset {args.preset} must be given")
 
 
 def model_config(args, shape, num_classes):

@@ -418,22 +418,20 @@ def study_run(path, bins, steps, tuned):
 
 
 def main():
-    from sample import Help, Parser
+    from sample import Parser, number
 
-    parser = Parser(description="What the loss weights are, and with --run why they matter.",
-                    formatter_class=Help)
+    parser = Parser(prog="weighting.py", description="What the loss weights are, and with --run why they matter.")
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to experiment with")
-    parser.add_argument("--bins", type=int, default=10, help="equal parts of the timesteps, at least 2")
-    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning on one bin alone")
-    parser.add_argument("--tune", type=int, nargs="+", metavar="BIN", help="bins to fine-tune on, 0 = cleanest "
+    parser.add_argument("--bins", type=number("[2, 100]", int), default=10, help="of --run: equal parts of the timesteps")
+    parser.add_argument("--steps", type=number("[1, 1e9]", int), default=150, help="of fine-tuning on one bin alone")
+    parser.add_argument("--tune", type=number("[0, 100)", int), nargs="+", metavar="BIN", help="bins to fine-tune on, 0 = cleanest "
                         "(default: one of little and one of much noise)")
     args = parser.parse_args()
     if args.run is None:
         return show_weights()
     tuned = args.tune or [args.bins // 8, args.bins - 1 - args.bins // 8]
-    if not 2 <= args.bins <= 100 or args.steps < 1 or not all(0 <= k < args.bins for k in tuned):
-        parser.error(f"--bins must be from 2 to 100, --steps at least 1 and --tune from 0 to {args.bins - 1}, "
-                     f"not {args.bins}, {args.steps} and {' '.join(map(str, tuned))}")
+    if max(tuned) >= args.bins:
+        parser.error(f"--tune must be below the number of --bins, {args.bins}, not {max(tuned)}")
     try:
         study_run(args.run, args.bins, args.steps, tuned)
     except (ValueError, OSError) as error:

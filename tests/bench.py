@@ -226,10 +226,10 @@ def bench_table(args, folder, preset, batch_size, size):
     return rows
 
 
-def compare(rows, path):
+def compare(rows, before):
     """Print the speed of each row against the same row of an earlier --json."""
     key = ("preset", "batch_size", "size", "variant")
-    old = {json.dumps([row[k] for k in key]): row for row in json.loads(Path(path).read_text())}
+    old = {json.dumps([row[k] for k in key]): row for row in before}
     for row in rows:
         before = old.get(json.dumps([row[k] for k in key]))
         if before:
@@ -237,33 +237,46 @@ def compare(rows, path):
             print(f"{row['preset']}, batch {row['batch_size']}, {row['variant']}: now / before: {', '.join(ratios)}")
 
 
+def one_of(choices):
+    def parse(text):
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"must be from {', '.join(choices)}, not {text}")
+        return text
+    return parse
+
+
 def listed(kind):
     return lambda text: [kind(part) for part in text.split(",")]
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=sample.Help)
-    p.add_argument("--preset", type=listed(str), default=["digits"], metavar="NAME,..", help="settings of train.py")
-    p.add_argument("--batch-size", type=listed(int), default=[32], metavar="B,..", help="images of a training step, and sampled at once")
+    p, whole = sample.Parser(prog="bench.py", description=__doc__.splitlines()[0]), sample.number("[1, 1e6]", int)
+    p.add_argument("--preset", type=listed(one_of(train.PRESETS)), default=["digits"], metavar="NAME,..", help="settings of train.py")
+    p.add_argument("--batch-size", type=listed(whole), default=[32], metavar="B,..", help="images of a training step, and sampled at once")
     p.add_argument("--size", type=listed(train.size), default=[None], metavar="S,..", help="pixels, instead of the preset's")
-    p.add_argument("--precision", type=listed(str), default=["auto"], metavar="P,..", help="auto, fp32, bf16, fp16")
-    p.add_argument("--skip-scaling", type=listed(str), metavar="M,..", help="modes (default: none,cs,ls)")
+    p.add_argument("--precision", type=listed(one_of(("auto", *SHORT.values()))), default=["auto"], metavar="P,..", help="auto, fp32, bf16, fp16")
+    p.add_argument("--skip-scaling", type=listed(one_of(train.MODES)), metavar="M,..", help="modes (default: none,cs,ls)")
     p.add_argument("--compile", action="store_true", help="each row with torch.compile, too")
     p.add_argument("--checkpointing", action="store_true", help="each row with activation checkpointing, too")
     p.add_argument("--memory", action="store_true", help="peak memory of each row, in a process of its own")
-    p.add_argument("--steps", type=int, default=18, help="Heun steps of sampling")
-    p.add_argument("--rounds", type=int, default=5, help="of which the median is taken")
-    p.add_argument("--seconds", type=float, default=1.0, help="that a row is measured for in each round, at least")
+    p.add_argument("--steps", type=sample.number("[1, 1000]", int), default=18, help="Heun steps of sampling")
+    p.add_argument("--rounds", type=whole, default=5, help="of which the median is taken")
+    p.add_argument("--seconds", type=sample.number("[0, inf)"), default=1.0, help="that a row is measured for in each round, at least")
     p.add_argument("--json", metavar="FILE", help="keep the figures")
     p.add_argument("--against", metavar="FILE", help="figures of an earlier --json to compare with")
     args = p.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [row for preset in args.preset for batch_size in args.batch_size for size in args.size
-                for row in bench_table(args, folder, preset, batch_size, size)]
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
-    if args.against:
-        compare(rows, args.against)
+    try:
+        before = json.loads(Path(args.against).read_text()) if args.against else []
+        if args.json:
+            Path(args.json).touch()                         # not after minutes of measuring
+        with tempfile.TemporaryDirectory() as folder:
+            rows = [row for preset in args.preset for batch_size in args.batch_size for size in args.size
+                    for row in bench_table(args, folder, preset, batch_size, size)]
+        if args.json:
+            Path(args.json).write_text(json.dumps(rows, indent=1))
+        compare(rows, before)
+    except (ValueError, OSError) as error:
+        p.error(str(error))
 
 
 if __name__ == "__main__":

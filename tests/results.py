@@ -204,7 +204,7 @@ def draw_solvers(rows, run):
 
 
 def main():
-    p = sample.Parser(prog="results.py", description=__doc__.splitlines()[0], formatter_class=sample.Help)
+    p = sample.Parser(prog="results.py", description=__doc__.splitlines()[0])
     p.add_argument("group", nargs="+", choices=[*GROUPS, "solvers"], help="experiments")
     p.add_argument("--draw", action="store_true", help="run nothing")
     p.add_argument("--print", action="store_true", help="print the commands and stop")

@@ -20,3 +20,12 @@ def test_the_bench_measures_every_combination(command, tmp_path):
     assert again.returncode == 0 and again.stdout.count("now / before") == 1, again.stderr
     rows = json.loads((tmp_path / "new.json").read_text())
     assert [row["variant"] for row in rows] == ["fp32 ls", "fp32 ls checkpointing"] and all(row["peak_memory_gb"] > 0.1 for row in rows)
+
+
+@pytest.mark.parametrize("flags, cause", [
+    (["--preset", "nope"], "--preset must be from digits"), (["--precision", "fp33"], "--precision must be from"), (["--batch-size", "8,0"], "--batch-size must be"),
+    (["--skip-scaling", "foo"], "--skip-scaling must be from none"), (["--size", "7"], "divisible by 4"), (["--steps", "0"], "--steps must be"),
+    (["--rounds", "0"], "--rounds must be"), (["--json", "nowhere/new.json"], "nowhere"), (["--against", "missing.json"], "missing.json")])
+def test_mistakes_are_answered_by_one_line(flags, cause, command):
+    done = command(ROOT / "tests/bench.py", *flags)
+    assert done.returncode == 2 and cause in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -43,7 +43,7 @@ def test_train_takes_these_flags(arguments):
 
 @pytest.mark.parametrize("arguments", python_commands("sample.py"), ids=" ".join)
 def test_sample_takes_these_flags(arguments):
-    _, args = sample.parse_args(arguments)
+    args = sample.build_parser().parse_args(arguments)
     assert args.run or args.weights
 
 
@@ -57,7 +57,7 @@ def test_the_lessons_on_a_run_take_these_flags(name, command):
 
 
 def test_flags_in_the_text_are_flags_of_the_programs():
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", train.build_parser().format_help() + sample.parse_args([])[0].format_help()))
+    known = {option for module in (train, sample) for action in module.build_parser()._actions for option in action.option_strings}
     known |= {"--run", "--bins", "--tune", "--standalone", "--nproc_per_node"}          # of the lessons and of torchrun
     known |= set(re.findall(r"\"(--[a-z-]+)\"", "".join((ROOT / "tests" / f"{name}.py").read_text() for name in ("bench", "results"))))
     named = set(re.findall(r"--[a-z][a-z0-9_-]+", README))

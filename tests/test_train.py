@@ -1,5 +1,6 @@
 """train.py as a user runs it: whole runs, resuming, several processes, mistakes; and its parts by independent derivation."""
 
+import argparse
 import copy
 import json
 import math
@@ -552,42 +553,44 @@ def test_ctrl_c_stops_two_processes_after_the_same_step(pictures, tmp_path):
 MISTAKES = [
     # flags
     (["--no-such-flag"], "--no-such-flag"),
-    (["--steps", "many"], "--steps"),
-    (["--steps", "1.5"], "--steps"),
-    (["--steps", "0"], "--steps must be at least 1"),
-    (["--batch-size", "0"], "--batch-size must be at least 1"),
+    (["--steps", "many"], "--steps must be"),
+    (["--steps", "1.5"], "--steps must be"),
+    (["--steps", "0"], "--steps must be a whole number in [1, 1e12]"),
+    (["--batch-size", "0"], "--batch-size must be a whole number in [1, 1e6]"),
     (["--batch-size", "8", "--micro-batch", "3"], "--micro-batch"),
-    (["--micro-batch", "0"], "--micro-batch must be at least 1"),
-    (["--lr", "0"], "--lr must be a positive number"),
-    (["--lr", "nan"], "--lr must be a positive number"),
+    (["--micro-batch", "0"], "--micro-batch must be a whole number in [1,"),
+    (["--lr", "0"], "--lr must be a number in (0, inf)"),
+    (["--lr", "nan"], "--lr must be a number in (0, inf)"),
     (["--lr", "fast"], "--lr"),
-    (["--warmup", "-1"], "--warmup must be at least 0"),
-    (["--weight-decay", "-0.1"], "--weight-decay must be at least 0"),
+    (["--warmup", "-1"], "--warmup must be a whole number in [0,"),
+    (["--weight-decay", "-0.1"], "--weight-decay must be a number in [0, inf)"),
     (["--betas", "0.9"], "--betas"),
-    (["--betas", "0.9,1.0"], "--betas"),
-    (["--ema", "1"], "--ema must be in [0, 1)"),
-    (["--clip", "0"], "--clip must be positive"),
-    (["--dropout", "1"], "--dropout must be in [0, 1)"),
-    (["--label-dropout", "-0.1"], "--label-dropout must be in [0, 1)"),
-    (["--gamma", "0"], "--gamma must be a positive number"),
-    (["--gamma", "-5"], "--gamma must be a positive number"),
+    (["--betas", "0.9,1.0"], "--betas must be a number in [0, 1), not 1.0"),
+    (["--fid-every", "1", "--fid-count", "1"], "--fid-count must be"),
+    (["--features", "f.pt"], "--features goes with --fid-every"),
+    (["--ema", "1"], "--ema must be a number in [0, 1)"),
+    (["--clip", "0"], "--clip must be a number in (0, inf]"),
+    (["--dropout", "1"], "--dropout must be a number in [0, 1)"),
+    (["--label-dropout", "-0.1"], "--label-dropout must be a number in [0, 1)"),
+    (["--gamma", "0"], "--gamma must be a number in (0, inf)"),
+    (["--gamma", "-5"], "--gamma must be a number in (0, inf)"),
     (["--weighting", "min_snr"], "--weighting"),
     (["--schedule", "sigmoid"], "--schedule"),
     (["--prediction", "x1"], "--prediction"),
     (["--prediction", "eps", "--zero-terminal-snr"], "zero terminal SNR"),
     (["--skip-scaling", "half"], "--skip-scaling"),
-    (["--kappa", "0"], "--kappa must be in (0, 1]"),
-    (["--kappa", "1.5"], "--kappa must be in (0, 1]"),
+    (["--kappa", "0"], "--kappa must be a number in (0, 1]"),
+    (["--kappa", "1.5"], "--kappa must be a number in (0, 1]"),
     (["--preset", "imagenet"], "--preset"),
     (["--preset", "celeba64-unet"], "--data must be"),
-    (["--seed", "-1"], "--seed must be at least 0"),
-    (["--seed", "1e30"], "--seed must be below"),
-    (["--steps", "1e30"], "--steps must be at most"),
-    (["--batch-size", "1e20"], "--batch-size must be at most"),
+    (["--seed", "-1"], "--seed must be a whole number in [0, 1e18], not -1"),
+    (["--seed", "1e30"], "--seed must be"),
+    (["--steps", "1e30"], "--steps must be"),
+    (["--batch-size", "1e20"], "--batch-size must be"),
     (["--flip", "False"], "False"),
-    (["--log-every", "0"], "--log-every must be at least 1"),
-    (["--sample-every", "-1"], "--sample-every must be at least 0"),
-    (["--probe", "-1"], "--probe must be at least 0"),
+    (["--log-every", "0"], "--log-every must be"),
+    (["--sample-every", "-1"], "--sample-every must be"),
+    (["--probe", "-1"], "--probe must be"),
     (["--probe", "often"], "--probe"),
     (["--probe", "20", "--compile"], "--compile"),
     (["--pareto-bins", "0"], "--pareto-bins must be"),
@@ -612,7 +615,7 @@ MISTAKES = [
     (["--data", "notes.txt"], "notes.txt"),
     (["--data", "damaged"], "broken.png"),
     (["--data", "cifar10", "--data-dir", "elsewhere"], "--data-dir"),
-    (["--crop", "0"], "--crop must be at least 1"),
+    (["--crop", "0"], "--crop must be"),
     # checkpoints and weights
     (["--resume"], "runs/digits does not exist"),
     (["--resume", "--out", "foreign"], "cannot be read as a checkpoint"),
@@ -689,10 +692,34 @@ def test_no_permission_to_write(command, pictures, tmp_path):
 
 
 def test_help_names_every_flag_with_its_default(command):
-    done = command("train.py", "--help", COLUMNS="160")
-    assert done.returncode == 0
+    done = command("train.py", "--help", COLUMNS="100")
+    assert done.returncode == 0 and done.stdout.count("\n") <= 100                      # two screens
+    text = done.stdout.replace("[no-]", "")
     for action in train.build_parser()._actions:
-        assert action.option_strings[0] in done.stdout and action.help
+        assert action.option_strings[0] in text and action.help
+
+
+@pytest.mark.parametrize("parser", [train.build_parser(), sample.build_parser()], ids=["train", "sample"])
+def test_every_flag_with_a_number_says_which_numbers_it_takes(parser, capsys):
+    words = "help", "data", "data_dir", "cache", "weights", "out", "features", "compare", "run", "labels", "decoder", "fid", "preset"
+    for action in parser._actions:
+        if action.dest in words or action.choices or action.nargs == 0:
+            continue
+        for text in "nan", "x":
+            with pytest.raises(SystemExit) as end:
+                parser.parse_args([f"{action.option_strings[0]}={text}"] if action.nargs is None else [action.option_strings[0], text, text])
+            said = capsys.readouterr().err
+            assert end.value.code == 2 and said.startswith(f"{parser.prog}: {action.option_strings[0]} must be ") and said.endswith(f"not {text}\n"), said
+
+
+def test_numbers_of_flags():
+    share, count, above = sample.number("[0, 1)"), sample.number("[1, 1e18]", int), sample.number("(0, inf]")
+    assert share("0") == 0.0 and type(share("0")) is float and share("0.999") == 0.999 and above("inf") == float("inf")
+    assert count("1e5") == 100000 and type(count("1e5")) is int and count("9007199254740993") == 2**53 + 1              # no float on the way
+    for kind, text in [(share, "1"), (share, "-1e-9"), (share, "nan"), (share, ""), (count, "0"), (count, "1.5"), (count, "1e19"), (count, "inf"),
+                       (above, "0"), (sample.number("(0, inf)"), "inf")]:
+        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+            kind(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
