@@ -128,6 +128,28 @@ def share_outside(run):
     return statistics.median(shares)
 
 
+def share_of_scaling(run, step_seconds):
+    """Share of a training step that goes into scaling the long skips, forward and backward.
+
+    A step with and one without scaling differ by less than two steps of the same kind do; the scaling alone can be timed.
+    """
+    skips, scaling = [], getattr(run.model, "skip_scaling", None)
+    if scaling is None or scaling.mode == "none":
+        return 0.0
+    with scaling.register_forward_hook(lambda module, inputs, scaled: skips.append(inputs)):
+        training_step(run, 0)
+    skips = [(i, skip.detach().requires_grad_()) for i, skip in skips]
+    gradients = [torch.ones_like(skip) for _, skip in skips]
+
+    def work():
+        with run.autocast():
+            scaled = [scaling(i, skip) for i, skip in skips]
+        torch.autograd.grad(scaled, [skip for _, skip in skips] + list(scaling.parameters()), gradients)
+
+    work()
+    return statistics.median(seconds_of(run, work, 0.05) for _ in range(9)) / step_seconds
+
+
 def time_by_kind(run):
     """Shares of a training step's time, by kind of work.   -> {kind: share}"""
     gpu = run.device.type == "cuda"
@@ -218,10 +240,11 @@ def bench_table(args, folder, preset, batch_size, size):
         print(f"{name:34s}{row['train_images_per_s']:10.1f}{train_ratio[k]:8.3f}{row['share_of_product_rate']:12.0%}"
               f"{row['sample_images_per_s']:14.2f}{sample_ratio[k]:8.3f}{memory:>9s}")
     for run, row in zip(runs, rows):
+        scaling = share_of_scaling(run, batch_size / row["train_images_per_s"])
         row["shares"] = time_by_kind(run)
         shares = ", ".join(f"{kind} {share:.1%}" for kind, share in row["shares"].items() if share >= 0.0005)
         outside = f"; the loop around train_step {share_outside(run):.1%}" if run.device.type == "cpu" else ""
-        print(f"{row['variant']}: {shares}{outside}")
+        print(f"{row['variant']}: {shares}; scaling the skips {scaling:.2%}{outside}")
     print()
     return rows
 
