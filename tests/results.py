@@ -34,7 +34,7 @@ NORMAL = "--steps 400 --batch-size 32 --lr 1e-3"
 HARD = "--steps 300 --batch-size 8 --warmup 0 --clip inf"                       # a quarter of the batch, and a higher learning rate
 DEEP_UNET = "--channels 16 --channel-mult 1,2,2 --blocks 3"                     # 12 long skips
 DEEP_UVIT = "--backbone uvit --patch 4 --width 96 --depth 12 --heads 3"         # 6 long skips
-SCALINGS = "none", "sqrt2", "cs", "ls"
+SCALINGS = {"none": "none", "sqrt2": "sqrt2", "cs-0.9": "cs --kappa 0.9", "cs": "cs", "cs-0.5": "cs --kappa 0.5", "ls": "ls", "ls-separate": "ls-separate"}
 SMOOTH = 10             # rows of log.csv over which losses are averaged
 
 ARMS = {
@@ -50,12 +50,14 @@ ARMS = {
     "eps-min-snr": f"{QUALITY} --prediction eps --weighting min-snr",
     "v-snr+1": f"{QUALITY} --prediction v --weighting snr+1",
     "v-min-snr": f"{QUALITY} --prediction v --weighting min-snr",
+    "neither": f"{QUALITY} --weighting constant --skip-scaling none",           # the arms above have --skip-scaling ls, the default
+    "min-snr-none": f"{QUALITY} --weighting min-snr --skip-scaling none",
 }
 SCALED = {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD} --lr 1e-2",
           "unet-harder": f"{DEEP_UNET} {HARD} --lr 3e-2", "uvit": f"{DEEP_UVIT} {NORMAL}", "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3",
           "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2"}
 for name, flags in SCALED.items():
-    ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {mode}" for mode in SCALINGS}
+    ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {choice}" for mode, choice in SCALINGS.items()}
 
 # what is drawn together; the first is the plain one, with which the others are compared
 GROUPS = {
@@ -63,6 +65,7 @@ GROUPS = {
     "gamma": ["constant", "min-snr-1", "min-snr", "min-snr-10", "min-snr-20"],
     "eps": ["eps-snr", "eps-min-snr"],
     "v": ["v-snr+1", "v-min-snr"],
+    "together": ["neither", "constant", "min-snr-none", "min-snr"],             # neither, scaling alone, weighting alone, both
     **{name: [f"{name}-{mode}" for mode in SCALINGS] for name in SCALED},
 }
 
