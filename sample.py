@@ -92,7 +92,7 @@ def karras_sigmas(steps, sigma_min, sigma_max, rho=7.0):
     return torch.cat([sigmas, sigmas.new_zeros(1)])
 
 
-@torch.inference_mode()
+@torch.no_grad()       # not inference mode, in which autocast would cast every weight anew at every call
 def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval=None, solver="heun", rho=7.0, churn=0.0,
          churn_range=(0.0, math.inf), churn_scale=1.0, churn_noise=torch.randn_like, on_step=None):
     """Sample x_0 from noise.   Karras et al. 2022, Algorithm 1, and with churn > 0 Algorithm 2.

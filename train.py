@@ -193,7 +193,6 @@ FID_COLUMNS = ["step", "images", "fid"]
 # With --probe K the window goes on with the number of probed steps and, of each of these, the sums for the long skips 0 (outermost)
 # to N - 1: see scaling.probe. Means and mean squares do not depend on how a batch is divided, as standard deviations would
 PROBED = "decoder_norm", "decoder_grad", "encoder_grad", "kappa", "kappa_square"
-PROBE_COLUMNS = "decoder_norm_", "decoder_grad_", "encoder_grad_", "kappa_"         # kappa_std_ is one of the last
 
 
 def add_to_window(window, loss, errors, norm, bins):
@@ -262,7 +261,7 @@ def read_log(path, columns=COLUMNS):
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
-            rows, probes = list(reader), [name for name in reader.fieldnames or [] if name.startswith(PROBE_COLUMNS)]
+            rows, probes = list(reader), [name for name in reader.fieldnames or [] if name.startswith(PROBED)]
         return {name: [float(row[name]) for row in rows] for name in [*columns, *probes]}
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is not a log of train.py, or a torn one") from None
@@ -1266,7 +1265,7 @@ def build(args, say):
         error_scale=CHANGE_OF_VARIABLE[args.prediction](diffusion.snr).float().to(device), window=window,
         columns=[*COLUMNS, *probe_row(window, args.skip_scaling not in CONSTANTS)] if args.probe else COLUMNS,
         autocast=lambda: sample.autocast(device, dtype), dtype=dtype, share=share,
-        model=model, ema=copy.deepcopy(model).eval().requires_grad_(False), optimizer=make_optimizer(model, args, device),
+        model=model, ema=copy.deepcopy(model).eval(), optimizer=make_optimizer(model, args, device),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
 
 
@@ -1301,12 +1300,12 @@ def catch_signals(processes):
     """Catch Ctrl-C and SIGTERM.   -> a function that says, once a step, whether any process was told to stop (0 or the signal)"""
     caught = torch.zeros(1, dtype=torch.int32)              # on the CPU, so that asking never waits for the GPU
 
-    def catch(number, frame):
-        caught.fill_(number)
-        signal.signal(number, signal.SIG_DFL)               # the second one ends it at once
+    def catch(signum, frame):
+        caught.fill_(signum)
+        signal.signal(signum, signal.SIG_DFL)               # the second one ends it at once
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, catch)
+    signal.signal(signal.SIGINT, catch)
+    signal.signal(signal.SIGTERM, catch)
 
     def asked():
         if processes == 1:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
+import train
 from diffusion import Denoiser, Diffusion
 from unet import UNet
 from uvit import UViT
@@ -49,14 +51,14 @@ def relative_error(steps, **options):
 # Precision
 
 class Operations(TorchDispatchMode):
-    """Notes (name, dtype of the first tensor) of every operation."""
+    """Notes (name, dtype of the first tensor) of every operation, and how often it was seen."""
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        self.seen.add((operation.__name__.split(".")[0], None if first is None else first.dtype))
+        self.seen[operation.__name__.split(".")[0], None if first is None else first.dtype] += 1
         return operation(*args, **(kwargs or {}))
 
 
@@ -381,6 +383,20 @@ def test_decoder_turns_latents_into_pictures(command, tmp_path):
     latents, images = np.load(tmp_path / "latents.npz")["arr_0"], np.load(tmp_path / "images.npz")["arr_0"]
     expected = ((latents[:, :3].transpose(0, 2, 3, 1) + 1) * 127.5).round().clip(0, 255).repeat(2, 1).repeat(2, 2)
     assert images.shape == (2, 16, 16, 3) and abs(images - expected).max() <= 1
+
+
+def test_weights_are_cast_once_for_all_calls_of_a_batch(runs):
+    """In bf16, neither the model that sample.py loads nor the average that train.py keeps is cast anew at each call."""
+    args = train.preset_args("digits", {"data": str(runs / "pictures.npz"), "size": (8, 8), "channel_mult": (1, 2), "channels": 8, "attention": (4,),
+                                        "heads": 2, "out": str(runs / "new"), "cache": str(runs / "cache"), "precision": "bf16", "device": "cpu"})
+    run = train.build(args, lambda line: None)
+    for model in sample.load_model(runs / "run")[0], run.ema:
+        casts = []
+        for steps in 1, 3:
+            with Operations() as operations, run.autocast():
+                sample.generate(Denoiser(model, run.diffusion), (3, 8, 8), 0, range(2), [0, 1], solver="euler", steps=steps)
+            casts.append(operations.seen["_to_copy", torch.float32])
+        assert casts[1] - casts[0] < 2 * len(list(model.parameters())) / 2          # two calls more, without the casts of their weights
 
 
 MISTAKES = [
