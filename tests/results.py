@@ -53,9 +53,15 @@ ARMS = {
     "neither": f"{QUALITY} --weighting constant --skip-scaling none",           # the arms above have --skip-scaling ls, the default
     "min-snr-none": f"{QUALITY} --weighting min-snr --skip-scaling none",
 }
-SCALED = {"unet": f"{DEEP_UNET} {NORMAL}", "unet-hard": f"{DEEP_UNET} {HARD} --lr 1e-2",
-          "unet-harder": f"{DEEP_UNET} {HARD} --lr 3e-2", "uvit": f"{DEEP_UVIT} {NORMAL}", "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3",
-          "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2"}
+SCALED = {
+    "unet": f"{DEEP_UNET} {NORMAL}",
+    "unet-hard": f"{DEEP_UNET} {HARD} --lr 1e-2",
+    "unet-harder": f"{DEEP_UNET} {HARD} --lr 3e-2",
+    "uvit": f"{DEEP_UVIT} {NORMAL}",
+    "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3",
+    "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2",
+}
+SCALED |= {f"{name}-seed-1": f"{SCALED[name]} --seed 1" for name in ("unet-hard", "unet-harder", "uvit-hard")}
 for name, flags in SCALED.items():
     ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {choice}" for mode, choice in SCALINGS.items()}
 
