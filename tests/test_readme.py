@@ -1,5 +1,6 @@
 """README.md keeps its word: its commands are ones that the programs take, its flags exist, its pictures and links are there."""
 
+import os
 import re
 import shlex
 import shutil
@@ -107,13 +108,15 @@ def test_the_recipes_work(tmp_path):
     assert len(recipes) == 6
 
     def run(*words):
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        return subprocess.Popen([sys.executable, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     tiny = "--size 8 --channels 8 --channel-mult 1,2 --attention 4 --heads 2 --batch-size 4 --steps 2 --sample-every 0 --device cpu --precision fp32"
-    run("train.py", *tiny.split(), *"--data stripes --weighting root-snr --schedule sigmoid --skip-scaling scalar --out run".split())
-    run("train.py", *tiny.split(), *"--data stripes --skip-scaling root --out constant".split())
-    run("sample.py", "run", *"--solver dpm2 --count 2 --steps 3 --labels upright --device cpu --precision fp32".split())
+    trained = [run("train.py", *tiny.split(), *"--data stripes --weighting root-snr --schedule sigmoid --skip-scaling scalar --out run".split()),
+               run("train.py", *tiny.split(), *"--data stripes --skip-scaling root --out constant".split())]
+    for command in trained:
+        assert command.wait() == 0, command.stderr.read()
+    drawn = run("sample.py", "run", *"--solver dpm2 --count 2 --steps 3 --labels upright --device cpu --precision fp32".split())
+    assert drawn.wait() == 0, drawn.stderr.read()
     weights = sample.load_checkpoint(tmp_path / "run")["model"]
     assert [name for name in weights if "skip_scaling" in name] == [f"skip_scaling.networks.{i}.kappa" for i in range(4)]
 

@@ -282,10 +282,12 @@ def test_a_run_draws_then_is_measured(command, trained):
 
 def test_two_processes_measure_as_one(command, trained):
     flags = ("run", "--count", "21", *DRAW, "--fid", "train", "--batch-size", "4")
-    one = command("sample.py", *flags, "--out", "one.npz", "--cache", "cache1")
-    two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "sample.py", *flags,
-                          "--out", "two.npz"], cwd=trained, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert fid_of(one) == pytest.approx(fid_of(two), rel=1e-4) and two.stdout.count("FID") == 1
+    launched = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "sample.py", *flags,
+                                 "--out", "two.npz"], cwd=trained, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                env={**os.environ, "OMP_NUM_THREADS": "1"})
+    one = command("sample.py", *flags, "--out", "one.npz", "--cache", "cache1")         # meanwhile
+    two = subprocess.CompletedProcess(launched.args, 0, *launched.communicate(timeout=100))
+    assert launched.returncode == 0 and fid_of(one) == pytest.approx(fid_of(two), rel=1e-4) and two.stdout.count("FID") == 1
     assert re.search("precision.*recall [^ ]*", one.stdout)[0] == re.search("precision.*recall [^ ]*", two.stdout)[0]
     assert np.array_equal(np.load(trained / "one.npz")["arr_0"], np.load(trained / "two.npz")["arr_0"])
     kept = [np.load(next((trained / cache).glob("fid-*.npz"))) for cache in ("cache1", "cache")]

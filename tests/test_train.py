@@ -500,8 +500,8 @@ def test_two_processes_train_as_one(command, pictures, tmp_path):
     """Gradients of the first step, losses and weights of twenty; resumed once on two processes and once on one."""
     flags = ("--data", pictures, *TINY, "--log-every", "1", "--label-dropout", "0.3", "--probe", "1")
     for steps in (1, 20):
-        assert command("train.py", *flags, "--steps", steps, "--out", f"one{steps}").returncode == 0
         run = launch(tmp_path, *flags, "--steps", steps, "--out", "two", *(["--resume"] if steps > 1 else []), processes=2)
+        assert command("train.py", *flags, "--steps", steps, "--out", f"one{steps}").returncode == 0            # meanwhile
         printed = run.communicate(timeout=100)[0]
         assert run.returncode == 0, printed
         assert printed.count("done in") == 1                        # only the first process speaks
