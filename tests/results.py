@@ -147,18 +147,19 @@ def smooth(values):
 
 
 def draw_scaling(group):
-    """Print a table of loss and oscillation and draw both along the steps."""
+    """Print a table of loss, features and oscillation, a column for each scaling, and draw them along the steps."""
     logs = {arm.removeprefix(f"{group}-"): log for arm, log in kept_logs(group, "log.csv", train.COLUMNS).items()}
     losses = {mode: (smooth(log["step"]), smooth(log["loss"])) for mode, log in logs.items()}
+    norms = {mode: [log[name] for name in log if name.startswith("decoder_norm_")] for mode, log in logs.items()}
+    jumps = {mode: [oscillation(values) for values in blocks] for mode, blocks in norms.items()}
     times = reached(losses)
-    print(f"| {group} | loss of the last 50 steps | steps to reach {losses['none'][1][-1]:.4f} | outermost decoder features: first, largest, last | "
-          "oscillation, outermost and mean |")
-    for mode, log in logs.items():
-        norms = [log[name] for name in log if name.startswith("decoder_norm_")]
-        jumps = [oscillation(values) for values in norms]
-        outer = norms[0]
-        print(f"| {mode} | {losses[mode][1][-1]:.4f} | {times[mode]} | {outer[0]:.3g}, {max(outer):.3g}, {outer[-1]:.3g} | "
-              f"{jumps[0]:.3f}, {sum(jumps) / len(jumps):.3f} |")
+    rows = {group: logs, "loss of the last 50 steps": {mode: f"{loss[-1]:.4f}" for mode, (_, loss) in losses.items()},
+            "steps to the last loss of none": times,
+            "outermost features, largest norm": {mode: f"{max(blocks[0]):.3g}" for mode, blocks in norms.items()},
+            "their oscillation": {mode: f"{jump[0]:.3f}" for mode, jump in jumps.items()},
+            "oscillation, mean of blocks": {mode: f"{sum(jump) / len(jump):.3f}" for mode, jump in jumps.items()}}
+    for name, row in rows.items():
+        print(f"| {name} | " + " | ".join(mode if row is logs else row[mode] for mode in logs) + " |")
     return [{"title": f"{group}: {title}", "x": "steps", "log_y": True, "lines": lines} for title, lines in (
         ("weighted loss, mean of 50 steps", losses),
         ("norm of outermost decoder features", {mode: (log["step"], log["decoder_norm_0"]) for mode, log in logs.items()}),
