@@ -891,6 +891,11 @@ def number(interval, kind=float):
     return parse
 
 
+def listed(kind):
+    """The type of a flag: values of a kind, separated by commas.   "1,2,2" -> (1, 2, 2), and nothing -> ()"""
+    return lambda text: tuple(kind(part) for part in text.split(",") if part)
+
+
 def build_parser():
     p = Parser(prog="sample.py", description="Draw images with a trained model, or measure images.")
     p.add_argument("run", nargs="?", help="run folder of train.py, or a checkpoint file; with --fid also images: a folder, .zip, .npz")

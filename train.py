@@ -49,7 +49,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import sample
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream
-from sample import number
+from sample import listed, number
 from scaling import CONSTANTS, MODES, gradient_norms, probe
 from weighting import CHANGE_OF_VARIABLE, PARETO_SOLVERS, WEIGHTINGS, gradient_gram, loss_weight, pareto_weights, squeeze_into_bin
 
@@ -1022,22 +1022,6 @@ def size(text):
     return int(parts[0]), int(parts[-1])
 
 
-def integers(text):
-    """1,2,2 -> (1, 2, 2); nothing -> ()"""
-    parts = [part for part in text.split(",") if part]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be positive whole numbers like 1,2,2, not {text}")
-    return tuple(int(part) for part in parts)
-
-
-def two_betas(text):
-    """0.9,0.999 -> (0.9, 0.999)"""
-    betas = [number("[0, 1)")(part) for part in text.split(",")]
-    if len(betas) != 2:
-        raise argparse.ArgumentTypeError(f"must be two numbers like 0.9,0.999, not {text}")
-    return tuple(betas)
-
-
 def build_parser():
     p = sample.Parser(prog="train.py", description=__doc__.splitlines()[0])
     on_off = argparse.BooleanOptionalAction
@@ -1059,9 +1043,9 @@ def build_parser():
     add("--kappa", type=number("(0, 1]"), default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
     add("--heads", type=number("[1, 1e6]", int), default=4, help="attention heads")
     add("--channels", type=number("[1, 1e6]", int), default=16, help="unet: width of the first level")
-    add("--channel-mult", type=integers, default="1,2,4", metavar="M,M,..", help="unet: width of each level, times --channels")
+    add("--channel-mult", type=listed(number("[1, 1e6]", int)), default="1,2,4", metavar="M,M,..", help="unet: width of each level, times --channels")
     add("--blocks", type=number("[1, 1e6]", int), default=1, help="unet: residual blocks of a level")
-    add("--attention", type=integers, default="8", metavar="H,H,..", help="unet: feature-map heights with attention")
+    add("--attention", type=listed(number("[1, 1e6]", int)), default="8", metavar="H,H,..", help="unet: feature-map heights with attention")
     add("--head-channels", type=number("[1, 1e6]", int), help="unet: channels of a head, instead of --heads")
     add("--dropout", type=number("[0, 1)"), default=0.0, help="unet: share of features dropped in training")
     add("--scale-shift-norm", action=on_off, default=True, help="unet: the embedding scales and shifts (ADM) or adds (DDPM)")
@@ -1090,7 +1074,7 @@ def build_parser():
     add("--lr", type=number("(0, inf)"), default=2e-3, help="learning rate of AdamW")
     add("--warmup", type=number("[0, 1e12]", int), default=50, help="steps over which the learning rate rises")
     add("--weight-decay", type=number("[0, inf)"), default=0.01, help="of AdamW, on matrices alone")
-    add("--betas", type=two_betas, default="0.9,0.99", metavar="B1,B2", help="of AdamW")
+    add("--betas", type=listed(number("[0, 1)")), default="0.9,0.99", metavar="B1,B2", help="of AdamW")
     add("--clip", type=number("(0, inf]"), default=1.0, help="largest gradient norm, inf = off")
     add("--ema", type=number("[0, 1)"), default=0.99, help="decay of the averaged weights; they start with a smaller one")
     add = p.add_argument_group("run").add_argument
@@ -1162,6 +1146,8 @@ def check_args(args, given):
         raise ValueError(f"--probe {args.probe} cannot look into a network that --compile has fused: leave one of them out")
     if not args.channel_mult:
         raise ValueError("--channel-mult must be one number for each level")
+    if len(args.betas) != 2:
+        raise ValueError(f"--betas must be two numbers like 0.9,0.999, not {args.betas}")
     if "features" in given and not args.fid_every:
         raise ValueError("--features goes with --fid-every")
     if args.data is None:

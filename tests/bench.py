@@ -268,17 +268,13 @@ def one_of(choices):
     return parse
 
 
-def listed(kind):
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
 def main():
     p, whole = sample.Parser(prog="bench.py", description=__doc__.splitlines()[0]), sample.number("[1, 1e6]", int)
-    p.add_argument("--preset", type=listed(one_of(train.PRESETS)), default=["digits"], metavar="NAME,..", help="settings of train.py")
-    p.add_argument("--batch-size", type=listed(whole), default=[32], metavar="B,..", help="images of a training step, and sampled at once")
-    p.add_argument("--size", type=listed(train.size), default=[None], metavar="S,..", help="pixels, instead of the preset's")
-    p.add_argument("--precision", type=listed(one_of(("auto", *SHORT.values()))), default=["auto"], metavar="P,..", help="auto, fp32, bf16, fp16")
-    p.add_argument("--skip-scaling", type=listed(one_of(train.MODES)), metavar="M,..", help="modes (default: none,cs,ls)")
+    p.add_argument("--preset", type=sample.listed(one_of(train.PRESETS)), default=["digits"], metavar="NAME,..", help="settings of train.py")
+    p.add_argument("--batch-size", type=sample.listed(whole), default=[32], metavar="B,..", help="images of a training step, and sampled at once")
+    p.add_argument("--size", type=sample.listed(train.size), default=[None], metavar="S,..", help="pixels, instead of the preset's")
+    p.add_argument("--precision", type=sample.listed(one_of(("auto", *SHORT.values()))), default=["auto"], metavar="P,..", help="auto, fp32, bf16, fp16")
+    p.add_argument("--skip-scaling", type=sample.listed(one_of(train.MODES)), metavar="M,..", help="modes (default: none,cs,ls)")
     p.add_argument("--compile", action="store_true", help="each row with torch.compile, too")
     p.add_argument("--checkpointing", action="store_true", help="each row with activation checkpointing, too")
     p.add_argument("--memory", action="store_true", help="peak memory of each row, in a process of its own")
