@@ -152,8 +152,9 @@ def draw_scaling(group):
     losses = {mode: (smooth(log["step"]), smooth(log["loss"])) for mode, log in logs.items()}
     norms = {mode: [log[name] for name in log if name.startswith("decoder_norm_")] for mode, log in logs.items()}
     jumps = {mode: [oscillation(values) for values in blocks] for mode, blocks in norms.items()}
-    times = reached(losses)
-    rows = {group: logs, "loss of the last 50 steps": {mode: f"{loss[-1]:.4f}" for mode, (_, loss) in losses.items()},
+    times, end = reached(losses), max(steps[-1] for steps, _ in losses.values())
+    ends = {mode: f"{loss[-1]:.4f}" if steps[-1] == end else f"nan after {logs[mode]['step'][-1]:.0f}" for mode, (steps, loss) in losses.items()}
+    rows = {group: logs, "loss of the last 50 steps": ends,
             "steps to the last loss of none": times,
             "outermost features, largest norm": {mode: f"{max(blocks[0]):.3g}" for mode, blocks in norms.items()},
             "their oscillation": {mode: f"{jump[0]:.3f}" for mode, jump in jumps.items()},
@@ -171,7 +172,7 @@ def run_arm(arm, args):
     if args.print:
         print(shlex.join(words))
     elif not args.draw:
-        if subprocess.run(words).returncode:
+        if subprocess.run(words).returncode not in (0, 1):                      # 1: it diverged, which is a result, too
             sys.exit(f"{arm} ended early: the same command goes on")
         keep_logs(arm, args)
 
