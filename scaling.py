@@ -388,13 +388,15 @@ def main():
     parser = Parser(prog="scaling.py", description="What the coefficients of the long skips are and do, and with --run what a "
                     "trained run has made of them.")
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to look into")
-    parser.add_argument("--bins", type=number("[1, 100]", int), default=10, help="of --run: equal parts of the timesteps")
+    parser.add_argument("--bins", type=number("[1, 100]", int), help="of --run: equal parts of the timesteps (default: 10)")
     args = parser.parse_args()
+    if args.run is None and args.bins:
+        parser.error("--bins goes with --run")
     if args.run is None:
         show_coefficients()
         return show_theorems()
     try:
-        study_run(args.run, args.bins)
+        study_run(args.run, args.bins or 10)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -1148,6 +1148,8 @@ def check_args(args, given):
         raise ValueError("--channel-mult must be one number for each level")
     if len(args.betas) != 2:
         raise ValueError(f"--betas must be two numbers like 0.9,0.999, not {args.betas}")
+    if args.compare and Path(args.out).suffix != ".png":
+        raise ValueError(f"--out {args.out}: --compare draws a picture, a .png")
     if "features" in given and not args.fid_every:
         raise ValueError("--features goes with --fid-every")
     if args.data is None:

@@ -422,18 +422,21 @@ def main():
 
     parser = Parser(prog="weighting.py", description="What the loss weights are, and with --run why they matter.")
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to experiment with")
-    parser.add_argument("--bins", type=number("[2, 100]", int), default=10, help="of --run: equal parts of the timesteps")
-    parser.add_argument("--steps", type=number("[1, 1e9]", int), default=150, help="of fine-tuning on one bin alone")
-    parser.add_argument("--tune", type=number("[0, 100)", int), nargs="+", metavar="BIN", help="bins to fine-tune on, 0 = cleanest "
+    parser.add_argument("--bins", type=number("[2, 100]", int), help="of --run: equal parts of the timesteps (default: 10)")
+    parser.add_argument("--steps", type=number("[1, 1e9]", int), help="of --run: of fine-tuning on one bin alone (default: 150)")
+    parser.add_argument("--tune", type=number("[0, 100)", int), nargs="+", metavar="BIN", help="of --run: bins to fine-tune on, 0 = cleanest "
                         "(default: one of little and one of much noise)")
     args = parser.parse_args()
+    if args.run is None and (args.bins or args.steps or args.tune):
+        parser.error("--bins, --steps and --tune go with --run")
     if args.run is None:
         return show_weights()
-    tuned = args.tune or [args.bins // 8, args.bins - 1 - args.bins // 8]
-    if max(tuned) >= args.bins:
-        parser.error(f"--tune must be below the number of --bins, {args.bins}, not {max(tuned)}")
+    bins, steps = args.bins or 10, args.steps or 150
+    tuned = args.tune or [bins // 8, bins - 1 - bins // 8]
+    if max(tuned) >= bins:
+        parser.error(f"--tune must be below the number of --bins, {bins}, not {max(tuned)}")
     try:
-        study_run(args.run, args.bins, args.steps, tuned)
+        study_run(args.run, bins, steps, tuned)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -361,7 +361,8 @@ def test_the_lesson_tells_the_oscillation_of_a_probed_run(command, pictures, tmp
     assert f"{both:.3f} on average over its blocks, {outermost:.3f} in the outermost" in done.stdout
 
 
-@pytest.mark.parametrize("flags, said", [(("--run", "nowhere"), "nowhere"), (("--run", "vit"), "no long skips"), (("--bins", "0"), "--bins")])
+@pytest.mark.parametrize("flags, said", [(("--run", "nowhere"), "nowhere"), (("--run", "vit"), "no long skips"), (("--bins", "0"), "--bins must be"),
+                                          (("--bins", "4"), "--bins goes with --run")])
 def test_mistakes_are_one_line(command, pictures, flags, said):
     if "vit" in flags:
         assert command("train.py", "--data", pictures, "--size", "8", "--backbone", "vit", "--width", "16", "--depth", "2", "--steps", "1",

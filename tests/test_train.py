@@ -625,6 +625,7 @@ MISTAKES = [
     (["--out", "damaged"], "other things in it"),
     (["--resume", "--out", "trained", "--steps", "1"], "is at step 2 already"),
     (["--compare", "foreign"], "is not a log of train.py"),
+    (["--compare", "trained", "--out", "curves.txt"], "a .png"),
     (["--weights", "nothing.pt"], "nothing.pt does not exist"),
     (["--weights", "notes.txt"], "notes.txt cannot be read"),
     (["--weights", "trained/checkpoint.pt"], "is not a dict of tensors"),

@@ -395,7 +395,7 @@ def test_the_lesson_on_a_run(command, pictures, tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "--data" in refused.stderr
 
 
-@pytest.mark.parametrize("flags, said", [(("--run", "nowhere"), "nowhere"), (("--run", "runs/a", "--bins", "1"), "--bins"),
+@pytest.mark.parametrize("flags, said", [(("--run", "nowhere"), "nowhere"), (("--steps", "5"), "go with --run"), (("--run", "runs/a", "--bins", "1"), "--bins"),
                                          (("--run", "runs/a", "--steps", "0"), "--steps"), (("--run", "runs/a", "--tune", "10"), "--tune")])
 def test_mistakes_are_one_line(command, flags, said):
     done = command("weighting.py", *flags)
