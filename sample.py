@@ -155,6 +155,9 @@ def load_checkpoint(path):
         raise ValueError(f"{file} cannot be read as a checkpoint: {first_line(error)}") from None
     if not isinstance(checkpoint, dict) or not {"model", "ema", "optimizer", "step", "config"} <= checkpoint.keys():
         raise ValueError(f"{file} is no checkpoint of train.py; published weights are read with --weights FILE --preset NAME")
+    config = checkpoint["config"]
+    if not isinstance(checkpoint["step"], int) or not isinstance(config, dict) or not {"flags", "model", "diffusion", "data"} <= config.keys():
+        raise ValueError(f"{file} is a damaged checkpoint: its step or config is not what train.py writes")
     return checkpoint
 
 
@@ -931,6 +934,8 @@ def load_source(args):
     """The model that the command line names.   -> (model, Diffusion, config)"""
     if args.weights is None and args.run is None:
         raise ValueError("give a run folder or checkpoint, or --weights FILE with --preset NAME")
+    if args.weights is None and Path(args.run).suffix in (".npz", ".npy", ".zip"):
+        raise ValueError(f"{args.run} holds images, which are measured with --fid REFERENCE")
     if args.weights is None:
         return load_model(args.run, args.raw)
     from train import PRESETS, model_config, preset_args    # train.py imports this file

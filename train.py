@@ -13,6 +13,7 @@ import argparse
 import colorsys
 import copy
 import csv
+import fcntl
 import hashlib
 import http.client
 import io
@@ -21,6 +22,7 @@ import math
 import os
 import pickle
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -423,6 +425,12 @@ class Data:
         if self.labels is not None and not (self.labels.shape == self.images.shape[:1] and 0 <= self.labels.min()
                                             and self.labels.max() < len(self.classes)):
             raise ValueError(f"{len(self.images):,} images of {len(self.classes)} classes need as many labels from 0 to {len(self.classes) - 1}")
+
+    @property
+    def checksum(self):
+        """Of about a thousand images and all labels: the same run needs the same data, wherever it lies by now."""
+        checksum = zlib.crc32(np.ascontiguousarray(self.images[::max(1, len(self.images) // 1000)]))
+        return checksum if self.labels is None else zlib.crc32(np.ascontiguousarray(self.labels), checksum)
 
     @property
     def latents(self):
@@ -934,6 +942,8 @@ def load_array(args, say):
         if array.ndim != 4 or array.shape[2:] != args.size or args.gray or args.crop:
             raise ValueError(f"--data {args.data} holds floats of shape {array.shape}: latents are (N, C, H, W), "
                              f"of --size {args.size[0]}x{args.size[1]}, and take neither --gray nor --crop")
+        if not np.isfinite(array[::max(1, len(array) // 1000)]).all():
+            raise ValueError(f"--data {args.data} holds latents that are not finite")
     else:
         array = array[..., None] if array.ndim == 3 else array
         if array.ndim != 4 or array.shape[3] > 4:
@@ -1040,7 +1050,7 @@ def build_parser():
     add = p.add_argument_group("model").add_argument
     add("--backbone", choices=("unet", "uvit", "vit"), default="unet", help="network")
     add("--skip-scaling", choices=MODES, help="coefficients of the long skips (default: ls; none for vit, which has no long skips)")
-    add("--kappa", type=number("(0, 1]"), default=0.7, help="of --skip-scaling cs: skip i, outermost 0, is scaled by kappa^i")
+    add("--kappa", type=number("(0, 1]"), default=0.7, help="of --skip-scaling cs: skip i, 0 the outermost, is scaled by kappa^i")
     add("--heads", type=number("[1, 1e6]", int), default=4, help="attention heads")
     add("--channels", type=number("[1, 1e6]", int), default=16, help="unet: width of the first level")
     add("--channel-mult", type=listed(number("[1, 1e6]", int)), default="1,2,4", metavar="M,M,..", help="unet: width of each level, times --channels")
@@ -1098,8 +1108,8 @@ def build_parser():
 
 
 # What a resumed run may change; anything else would make another run of it
-MAY_CHANGE = {"steps", "lr", "log_every", "sample_every", "save_every", "fid_every", "fid_count", "features", "micro_batch", "device", "compile",
-              "checkpointing", "cache", "data_dir", "check_data", "out", "resume", "compare"}
+MAY_CHANGE = {"data", "steps", "lr", "log_every", "sample_every", "save_every", "fid_every", "fid_count", "features", "micro_batch", "device",
+              "compile", "checkpointing", "cache", "data_dir", "check_data", "out", "resume", "compare"}
 UNET_FLAGS = {"channels", "channel_mult", "blocks", "attention", "head_channels", "dropout", "scale_shift_norm", "resblock_updown"}
 UVIT_FLAGS = {"time_mlp", "final_conv"}
 VIT_FLAGS = {"patch", "width", "depth"}
@@ -1118,11 +1128,12 @@ def parse_args(argv=None):
     flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), untouched)))
     given = {name: value for name, value in vars(flags).items() if value is not untouched}
     args = preset_args(given.get("preset", "digits"), given)
+    if args.data is not None and args.data not in SOURCES:
+        args.data = str(Path(args.data).absolute())         # a run is resumed, and asked by the lessons, from other folders, too
     if args.out is None:
         args.out = "curves.png" if args.compare else f"runs/{Path(str(args.data)).resolve().stem if 'data' in given else args.preset}"
     if args.resume:
         saved = vars(preset_args("digits")) | sample.load_checkpoint(args.out)["config"]["flags"]        # flags newer than the run
-        given |= {"data": saved["data"]} if "data" in given and Path(given["data"]).resolve() == Path(saved["data"]).resolve() else {}
         changed = [name for name in given if name not in MAY_CHANGE and given[name] != saved[name]]
         if changed:
             found = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in changed)
@@ -1132,12 +1143,32 @@ def parse_args(argv=None):
     return args
 
 
+def uses_gamma(weighting):
+    snr = torch.logspace(-3, 3, 7)
+    return weighting in WEIGHTINGS and not WEIGHTINGS[weighting](snr, 1.0).equal(WEIGHTINGS[weighting](snr, 2.0))
+
+
+def uses_kappa(skip_scaling):
+    return skip_scaling in CONSTANTS and CONSTANTS[skip_scaling](1, 0.5) != CONSTANTS[skip_scaling](1, 0.6)
+
+
 def check_args(args, given):
     """One line for flags that do not go together, before any work starts.   ValueError"""
     other = {"unet": UVIT_FLAGS | VIT_FLAGS, "uvit": UNET_FLAGS, "vit": UNET_FLAGS | UVIT_FLAGS}[args.backbone]
     wrong = [name for name in given if name in other]
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is not a flag of --backbone {args.backbone}")
+    rules = [("gamma", uses_gamma(args.weighting), f"--weighting {args.weighting}, which has no gamma"),
+             ("kappa", uses_kappa(args.skip_scaling), f"--skip-scaling {args.skip_scaling}, which has no kappa"),
+             *((f"pareto_{what}", args.weighting in PARETO_SOLVERS, f"--weighting {args.weighting}: its weights are not solved for")
+               for what in ("every", "bins", "regularization")),
+             ("attention_order", args.weights, "a fresh start: it is of --weights"), ("features", args.fid_every, "a run without --fid-every")]
+    for name, fine, why in rules:
+        if name in given and not fine:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with {why}")
+    heights = [args.size[0] >> level for level in range(len(args.channel_mult))]
+    if "attention" in given and not set(args.attention) <= set(heights):
+        raise ValueError(f"--attention must be from {', '.join(map(str, heights))}, the heights of the levels, not {args.attention}")
     if args.backbone == "vit" and args.skip_scaling != "none":
         raise ValueError(f"--skip-scaling {args.skip_scaling}: --backbone vit has no long skips to scale")
     if args.probe and (args.backbone == "vit" or args.backbone == "uvit" and args.depth < 2):
@@ -1150,8 +1181,6 @@ def check_args(args, given):
         raise ValueError(f"--betas must be two numbers like 0.9,0.999, not {args.betas}")
     if args.compare and Path(args.out).suffix != ".png":
         raise ValueError(f"--out {args.out}: --compare draws a picture, a .png")
-    if "features" in given and not args.fid_every:
-        raise ValueError("--features goes with --fid-every")
     if args.data is None:
         raise ValueError(f"--data must be digits, cifar10 or a path: the images of preset {args.preset} must be given")
 
@@ -1229,7 +1258,8 @@ def build(args, say):
     classes = data.classes or []
     process = {"schedule": args.schedule, "prediction": args.prediction, "zero_terminal_snr": args.zero_terminal_snr}
     config = {"flags": vars(args), "model": model_config(args, data.shape, len(classes) or None), "diffusion": process,
-              "data": {"shape": tuple(data.shape), "classes": classes, "latents": data.latents, "images": len(data.images)}}
+              "data": {"shape": tuple(data.shape), "classes": classes, "latents": data.latents, "images": len(data.images),
+                       "checksum": data.checksum}}
     diffusion = Diffusion(**process)
     weights = torch.zeros(diffusion.timesteps)                          # solved for at the first step, or:
     if args.weighting in WEIGHTINGS:
@@ -1257,21 +1287,39 @@ def build(args, say):
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
 
 
+def lock(out):
+    """Claim a run folder until this process ends.   -> a handle to be kept   ValueError: another process trains there"""
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{out} is in use: another process trains there") from None
+    except OSError:                                         # some network file systems have no locks
+        pass
+    return handle
+
+
 def begin(run):
     """Start the run folder, or with --resume go on from it.   -> the step to start with   ValueError: nothing may be lost"""
     args = run.args
     checkpoint = sample.load_checkpoint(run.out) if args.resume else {"step": 0}
     for key in ("data", "model") if args.resume else ():
-        if checkpoint["config"][key] != run.config[key]:
-            raise ValueError(f"--resume: the {key} of {run.out} was {checkpoint['config'][key]}, and is now {run.config[key]}")
+        changes = [f"{name} {was} is now {run.config[key][name]}" for name, was in checkpoint["config"][key].items() if run.config[key][name] != was]
+        if changes:
+            raise ValueError(f"--resume: the {key} of {run.out} has changed: {'; '.join(changes)}")
     if checkpoint["step"] > args.steps:
         raise ValueError(f"--steps {args.steps}: the run in {run.out} is at step {checkpoint['step']} already")
     if args.resume:
-        for name in PARTS:
-            getattr(run, name).load_state_dict(checkpoint[name])
-        run.window += checkpoint["window"].to(run.device) * (run.rank == 0)         # it holds the sums of all processes
-        run.weights = checkpoint["weights"].to(run.device)
+        try:
+            for name in PARTS:
+                getattr(run, name).load_state_dict(checkpoint[name])
+            run.window += checkpoint["window"].to(run.device) * (run.rank == 0)     # it holds the sums of all processes
+            run.weights = checkpoint["weights"].to(run.device)
+        except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"--resume: {run.out / 'checkpoint.pt'} is damaged: {sample.first_line(error)}") from None
     if run.rank == 0:
+        run.lock = lock(run.out)
         (run.out / "samples").mkdir(parents=True, exist_ok=True)
         save_atomically(run.out / "config.json", lambda out: out.write(json.dumps(run.config, indent=1).encode()))
         cut_log(run.out / "log.csv", run.columns, checkpoint["step"])
@@ -1404,7 +1452,7 @@ def describe(run, start):
     """What a run is about to do, in two lines."""
     args, epochs = run.args, run.args.steps * run.args.batch_size / len(run.data.images)
     parameters = sum(p.numel() for p in run.model.parameters())
-    gamma = f" (gamma {args.gamma:g})" if args.weighting in ("min-snr", "soft-min-snr", "max-snr", "p2") else ""
+    gamma = f" (gamma {args.gamma:g})" if uses_gamma(args.weighting) else ""
     where = f"{run.device.type}" + (f", {run.processes} processes" if run.processes > 1 else "")
     return (f"{type(run.model).__name__} of {parameters / 1e6:.2f}M parameters, skip scaling {args.skip_scaling}; predicts {args.prediction}, "
             f"{args.schedule} schedule, {args.weighting}{gamma} weights\n"
@@ -1437,7 +1485,8 @@ def main():
             say(f"{terminal}stopped; train.py --out {run.out} --resume goes on from here")
             sys.exit(128 + stopped)
         look = f"look at {run.out / 'samples' / f'step_{args.steps:07d}.png'} and {run.out / 'curves.png'}, or " if args.sample_every else ""
-        say(f"{terminal}done in {duration(time.time() - began)}: {look}draw images with: python sample.py {run.out}")
+        more = " --out samples.npz" if run.data.latents else ""
+        say(f"{terminal}done in {duration(time.time() - began)}: {look}draw images with: python sample.py {shlex.quote(str(run.out))}{more}")
     except KeyboardInterrupt:
         parser.exit(130, "train.py: interrupted\n" if rank == 0 else None)
     except FloatingPointError as error:

@@ -305,7 +305,7 @@ def test_correlation_is_of_each_depth_alone():
     for depth in 4, 8, 16:
         for k, name in enumerate(SETTINGS):
             ratios["theory", depth, name] = torch.tensor([1.0 * k, k, k])
-            ratios["net", depth, name] = torch.tensor([2.0 * k + depth, -3.0 * k - depth, (k - 2.5)**2])
+            ratios["net", depth, name] = torch.tensor([2.0 * k + depth, -3.0 * k - depth, (k - (len(SETTINGS) - 1) / 2)**2])
     assert [correlation(ratios, "net", k) for k in range(3)] == pytest.approx([1, -1, 0], abs=1e-6)
 
 

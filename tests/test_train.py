@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_command
 from PIL import Image
 
 import sample
@@ -474,17 +474,56 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(command, pictur
     assert (tmp_path / "run/checkpoint.pt").read_bytes() == before and not (tmp_path / "run/checkpoint.pt.tmp").exists()
 
 
-def test_a_change_of_the_data_is_noticed(command, pictures, tmp_path):
+def test_a_change_of_the_data_is_noticed_but_not_its_place(command, pictures, tmp_path):
+    assert command("train.py", "--data", "pictures.npz", *TINY, "--steps", "2", "--out", "run").returncode == 0
+    (tmp_path / "elsewhere").mkdir()
+    assert command("train.py", "--out", "run", "--resume", "--steps", "3").returncode == 0
+    pictures.rename(tmp_path / "elsewhere/moved.npz")
+    assert command("train.py", "--out", "run", "--resume", "--steps", "4").returncode == 2
+    assert command("train.py", "--out", "run", "--resume", "--steps", "4", "--data", "elsewhere/moved.npz").returncode == 0
+    content = dict(np.load(tmp_path / "elsewhere/moved.npz"))
+    one_other = content["arr_0"].copy()
+    one_other[5] = 255 - one_other[5]
+    for images, labels in (one_other, content["arr_1"]), (content["arr_0"], content["arr_1"][::-1]), (content["arr_0"][:8], content["arr_1"][:8]):
+        np.savez(pictures, arr_0=images, arr_1=labels)
+        done = command("train.py", "--out", "run", "--resume", "--steps", "5", "--data", "pictures.npz")
+        assert done.returncode == 2 and "the data of run has changed" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_run_is_resumed_from_another_folder(command_server, pictures, tmp_path):
+    assert run_command(command_server, tmp_path, "train.py", "--data", "pictures.npz", *TINY, "--steps", "2", "--out", "run").returncode == 0
+    (tmp_path / "elsewhere").mkdir()
+    for file, *flags in ("train.py", "--resume", "--steps", "3", "--out", "../run"), ("scaling.py", "--run", "../run", "--bins", "1"):
+        done = run_command(command_server, tmp_path / "elsewhere", file, *flags)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_run_folder_in_use_is_refused(command, pictures, tmp_path):
+    running = launch(tmp_path, "--data", pictures, *TINY, "--steps", "100000", "--log-every", "1", "--out", "run")
+    wait_for(running, "step 2 of")
+    done = command("train.py", "--resume", "--out", "run")
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)
+    assert done.returncode == 2 and "run is in use" in done.stderr and done.stderr.count("\n") == 1
+    assert command("train.py", "--resume", "--out", "run", "--steps", checkpoint_of(tmp_path / "run")["step"] + 1).returncode == 0      # free again
+
+
+def test_damaged_checkpoints_are_answered_by_one_line(command, pictures, tmp_path):
     assert command("train.py", "--data", pictures, *TINY, "--steps", "2", "--out", "run").returncode == 0
-    np.savez(pictures, arr_0=np.zeros((8, 8, 8, 3), np.uint8), arr_1=np.arange(8))
-    done = command("train.py", "--out", "run", "--resume", "--steps", "4")
-    assert done.returncode == 2 and "the data of run was" in done.stderr
+    good = checkpoint_of(tmp_path / "run")
+    name = next(iter(good["model"]))
+    damages = [{"step": "2"}, {"config": {}}, {"model": {name: good["model"][name]}}, {"model": good["model"] | {name: torch.zeros(7)}},
+               {"optimizer": {}}, {"window": torch.zeros(3)}, {"weights": None}]
+    for damage in damages:
+        torch.save(good | damage, tmp_path / "run/checkpoint.pt")
+        done = command("train.py", "--resume", "--out", "run", "--steps", "3")
+        assert done.returncode == 2 and "damaged" in done.stderr and done.stderr.count("\n") == 1, (damage.keys(), done.stderr)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
     """One bad latent among many: the step and the bin of t are named, and the checkpoint before is still there."""
     latents = np.random.default_rng(0).standard_normal((64, 4, 8, 8)).astype(np.float32)
-    latents[7] = np.nan
+    latents[7] = 1e30                                               # its square overflows
     np.save(tmp_path / "latents.npy", latents)
     done = command("train.py", "--data", "latents.npy", *TINY, "--steps", "30", "--save-every", "1", "--out", "run")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
@@ -567,7 +606,12 @@ MISTAKES = [
     (["--betas", "0.9"], "--betas"),
     (["--betas", "0.9,1.0"], "--betas must be a number in [0, 1), not 1.0"),
     (["--fid-every", "1", "--fid-count", "1"], "--fid-count must be"),
-    (["--features", "f.pt"], "--features goes with --fid-every"),
+    (["--features", "f.pt"], "--features has no effect with a run without --fid-every"),
+    (["--weighting", "constant", "--gamma", "3"], "--gamma has no effect with --weighting constant"),
+    (["--skip-scaling", "ls", "--kappa", "0.5"], "--kappa has no effect with --skip-scaling ls"),
+    (["--pareto-every", "5"], "--pareto-every has no effect with --weighting min-snr"),
+    (["--attention-order", "legacy"], "--attention-order has no effect"),
+    (["--attention", "5"], "--attention must be from 32, 16, 8"),
     (["--ema", "1"], "--ema must be a number in [0, 1)"),
     (["--clip", "0"], "--clip must be a number in (0, inf]"),
     (["--dropout", "1"], "--dropout must be a number in [0, 1)"),
