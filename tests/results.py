@@ -225,6 +225,8 @@ def main():
     p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="as of train.py")
     p.add_argument("--cache", default="cache", metavar="DIR", help="as of train.py")
     args = p.parse_args()
+    if args.features and not Path(args.features).is_file():
+        p.error(f"--features {args.features} does not exist")
     if "solvers" in args.group:
         run_solvers(args)
     for group in [group for group in args.group if group != "solvers"]:

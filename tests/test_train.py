@@ -657,6 +657,7 @@ MISTAKES = [
     (["--data", "nowhere"], "nowhere"),
     (["--data", "empty"], "empty"),
     (["--data", "notes.txt"], "notes.txt"),
+    (["--data", "nan.npy", "--size", "8"], "not finite"),
     (["--data", "damaged"], "broken.png"),
     (["--data", "cifar10", "--data-dir", "elsewhere"], "--data-dir"),
     (["--crop", "0"], "--crop must be"),
@@ -689,6 +690,7 @@ def workshop(command, pictures, tmp_path):
     for folder in ("empty", "damaged", "foreign"):
         (tmp_path / folder).mkdir()
     (tmp_path / "notes.txt").write_text("nothing to train on")
+    np.save(tmp_path / "nan.npy", np.full((4, 4, 8, 8), np.nan, np.float32))
     (tmp_path / "damaged/broken.png").write_bytes(b"not a picture")
     (tmp_path / "foreign/checkpoint.pt").write_bytes(b"not a checkpoint")
     (tmp_path / "foreign/log.csv").write_text("a,b\n1,2\n")
