@@ -61,7 +61,7 @@ SCALED = {
     "uvit-hard": f"{DEEP_UVIT} {HARD} --lr 3e-3",
     "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2",
 }
-SCALED |= {f"{name}-seed-1": f"{SCALED[name]} --seed 1" for name in ("unet-hard", "unet-harder", "uvit-hard")}
+SCALED |= {f"{name}-seed-1": f"{SCALED[name]} --seed 1" for name in ("unet-hard", "unet-harder")}
 for name, flags in SCALED.items():
     ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {choice}" for mode, choice in SCALINGS.items()}
 
