@@ -25,6 +25,7 @@ import shutil
 import sys
 import time
 import urllib.request
+import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -141,6 +142,16 @@ def first_line(error):
 def torch_load(file):
     """torch.load of plain values alone; what is not used of a file stays unread, unless it is of PyTorch's older format."""
     return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
+def load_torchscript(flag, file, device):
+    """The network in a TorchScript file.   ValueError: names the flag, and what is wrong with the file"""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)                 # of the format, in which networks have been published
+            return torch.jit.load(file, map_location=device).eval()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{flag} {file} cannot be read as TorchScript: {first_line(error)}") from None
 
 
 def load_checkpoint(path):
@@ -625,10 +636,7 @@ class FeatureNetwork:
             fetch(INCEPTION_URL, self.file, INCEPTION_SHA256)
         if not self.file.is_file():
             raise ValueError(f"--features {file} does not exist: give a TorchScript file such as {INCEPTION}")
-        try:
-            self.network = torch.jit.load(self.file, map_location=device).eval()
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"--features {self.file} cannot be read as TorchScript: {first_line(error)}") from None
+        self.network = load_torchscript("--features", self.file, device)
         self.digest = sha256(self.file)
 
     @torch.inference_mode()
@@ -993,10 +1001,7 @@ class Decoder:
     def __init__(self, file, latents, device):
         if file and not latents:
             raise ValueError("--decoder is for models of latents, and this one draws images")
-        try:
-            self.network = torch.jit.load(file, map_location=device).eval() if file else None
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"--decoder {file} cannot be read as TorchScript: {first_line(error)}") from None
+        self.network = load_torchscript("--decoder", file, device) if file else None
         self.keep_latents, self.device = latents and not file, device
 
     @torch.inference_mode()

@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -52,11 +54,10 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def command_server():
-    server = subprocess.Popen([sys.executable, "-c", SERVER, str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-    yield server
-    server.stdin.close()
-    server.wait()
+    with subprocess.Popen([sys.executable, "-c", SERVER, str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+        yield server
+        server.stdin.close()
 
 
 def run_command(server, folder, file, *arguments, kill_after=None, largest_file=None, **env):
@@ -76,6 +77,19 @@ def run_command(server, folder, file, *arguments, kill_after=None, largest_file=
 def command(command_server, tmp_path):
     """A function that runs one of the project's commands in an empty folder: command("train.py", "--steps", "3")."""
     return functools.partial(run_command, command_server, tmp_path)
+
+
+def read_picture(path):
+    """A picture that is whole, with its file closed."""
+    with Image.open(path) as picture:
+        picture.load()
+    return picture
+
+
+def save_torchscript(module, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)                     # sample.py reads the format, so the tests write it
+        torch.jit.script(module).save(str(path))
 
 
 def make_pictures(folder):

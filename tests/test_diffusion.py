@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from PIL import Image
+from conftest import read_picture
 
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream, rescale_to_zero_terminal_snr
 from unet import UNet
@@ -480,4 +480,4 @@ def test_guidance_is_refused_outside_its_interval_too(randomize):
 def test_the_lesson_prints_and_draws_every_schedule(run_lesson, tmp_path):
     printed = run_lesson("diffusion")
     assert "999   0.0000   1.0000" in printed and "runs/lessons/diffusion.png" in printed
-    assert Image.open(tmp_path / "runs/lessons/diffusion.png").width > 400
+    assert read_picture(tmp_path / "runs/lessons/diffusion.png").width > 400

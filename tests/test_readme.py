@@ -113,10 +113,11 @@ def test_the_recipes_work(tmp_path):
     tiny = "--size 8 --channels 8 --channel-mult 1,2 --attention 4 --heads 2 --batch-size 4 --steps 2 --sample-every 0 --device cpu --precision fp32"
     trained = [run("train.py", *tiny.split(), *"--data stripes --weighting root-snr --schedule sigmoid --skip-scaling scalar --out run".split()),
                run("train.py", *tiny.split(), *"--data stripes --skip-scaling root --out constant".split())]
-    for command in trained:
-        assert command.wait() == 0, command.stderr.read()
+    errors = [command.communicate()[1] for command in trained]
+    assert [command.returncode for command in trained] == [0, 0], errors
     drawn = run("sample.py", "run", *"--solver dpm2 --count 2 --steps 3 --labels upright --device cpu --precision fp32".split())
-    assert drawn.wait() == 0, drawn.stderr.read()
+    errors = drawn.communicate()[1]
+    assert drawn.returncode == 0, errors
     weights = sample.load_checkpoint(tmp_path / "run")["model"]
     assert [name for name in weights if "skip_scaling" in name] == [f"skip_scaling.networks.{i}.kappa" for i in range(4)]
 

@@ -11,8 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from PIL import Image
+from conftest import ROOT, read_picture, save_torchscript
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sample
@@ -252,7 +251,7 @@ def test_grid_folder_and_npz_hold_the_same_images(command, runs):
     assert arrays["arr_0"].dtype == np.uint8 and arrays["arr_0"].shape == (7, 8, 8, 3) and arrays["arr_1"].tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert sorted(path.name for path in (runs / "images").iterdir()) == [*(f"{k:06d}.png" for k in range(7)), "labels.csv", "settings.json"]
     for k in range(7):
-        assert np.array_equal(np.asarray(Image.open(runs / f"images/{k:06d}.png")), arrays["arr_0"][k])
+        assert np.array_equal(np.asarray(read_picture(runs / f"images/{k:06d}.png")), arrays["arr_0"][k])
     lines = (runs / "images/labels.csv").read_text().splitlines()
     assert lines[:2] == ["file,label,class,seed", "000000.png,0,0,0"] and len(lines) == 8
     assert not list(runs.glob("*.partial"))
@@ -301,7 +300,7 @@ def test_killed_run_goes_on_to_the_same_file(command, runs):
     killed = np.load(runs / "killed.npz")
     assert np.array_equal(whole["arr_0"], killed["arr_0"]) and np.array_equal(whole["arr_1"], killed["arr_1"])
     for k in (0, 239):
-        assert np.array_equal(np.asarray(Image.open(runs / f"folder/{k:06d}.png")), whole["arr_0"][k])
+        assert np.array_equal(np.asarray(read_picture(runs / f"folder/{k:06d}.png")), whole["arr_0"][k])
 
 
 def test_ctrl_c_ends_in_one_line_and_keeps_what_is_drawn(command, runs):
@@ -351,7 +350,7 @@ def test_published_weights_sample(command, tmp_path):
                        "--device", "cpu", "--precision", "fp32")
         assert done.returncode == code, done.stderr
     assert "published" not in done.stdout and "encoder.1" in done.stderr and done.stderr.count("\n") == 1
-    assert Image.open(tmp_path / "x.png").size == (68, 68)
+    assert read_picture(tmp_path / "x.png").size == (68, 68)
 
 
 def test_training_starts_from_published_weights(command, pictures, tmp_path, randomize):
@@ -368,7 +367,6 @@ def test_training_starts_from_published_weights(command, pictures, tmp_path, ran
         assert any("skip_scaling" in name for name in started.state_dict()) == (mode != "none")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_decoder_turns_latents_into_pictures(command, tmp_path):
     np.save(tmp_path / "latents.npy", np.random.default_rng(0).standard_normal((16, 4, 8, 8)).astype(np.float32))
     done = command("train.py", "--data", "latents.npy", "--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2",
@@ -378,7 +376,7 @@ def test_decoder_turns_latents_into_pictures(command, tmp_path):
     class Decoder(torch.nn.Module):
         def forward(self, z):
             return torch.nn.functional.interpolate(z[:, :3] * 0.18215, scale_factor=2.0)
-    torch.jit.script(Decoder()).save(str(tmp_path / "decoder.pt"))
+    save_torchscript(Decoder(), tmp_path / "decoder.pt")
     assert command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "latents.npz").returncode == 0
     assert command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "images.npz", "--decoder", "decoder.pt").returncode == 0
     latents, images = np.load(tmp_path / "latents.npz")["arr_0"], np.load(tmp_path / "images.npz")["arr_0"]

@@ -11,7 +11,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, read_picture, save_torchscript
 from PIL import Image
 
 import sample
@@ -39,7 +39,7 @@ class Features(torch.nn.Module):
 
 @pytest.fixture
 def features(tmp_path):
-    torch.jit.script(Features()).save(tmp_path / "features.pt")
+    save_torchscript(Features(), tmp_path / "features.pt")
     return sample.FeatureNetwork(tmp_path / "features.pt", tmp_path / "cache", torch.device("cpu"))
 
 
@@ -177,7 +177,7 @@ def test_grey_images_are_repeated_and_other_input_is_refused(features, tmp_path)
 
 
 def test_published_network_is_fetched_checked_and_found_again(tmp_path, monkeypatch):
-    torch.jit.script(Features()).save(tmp_path / "served.pt")
+    save_torchscript(Features(), tmp_path / "served.pt")
     monkeypatch.setattr(sample, "INCEPTION_URL", (tmp_path / "served.pt").as_uri())
     with pytest.raises(OSError, match="inception-2015-12-05.pt is not there and could not be fetched .its sha256 is"):
         sample.FeatureNetwork(None, tmp_path / "cache", torch.device("cpu"))
@@ -321,12 +321,12 @@ MISTAKES = [
 
 def test_mistakes_are_one_line(command, trained, tmp_path):
     write_images(tmp_path / "a.npz", 5), write_images(tmp_path / "large.npz", 5, size=16), write_images(tmp_path / "single.npz", 1)
-    torch.jit.script(torch.nn.Flatten()).save(tmp_path / "plain.pt")
+    save_torchscript(torch.nn.Flatten(), tmp_path / "plain.pt")
 
     class Image3(torch.nn.Module):
         def forward(self, x, return_features: bool = False):
             return x
-    torch.jit.script(Image3()).save(tmp_path / "image.pt")
+    save_torchscript(Image3(), tmp_path / "image.pt")
     np.savez(tmp_path / "other.npz", x=1, y=2)
     np.savez(tmp_path / "wide.npz", mu=np.zeros(7), sigma=np.eye(7))
     np.save(tmp_path / "latents.npy", np.zeros((4, 4, 8, 8), np.float32))
@@ -380,7 +380,7 @@ def test_training_measures_fid_and_resumes_its_log(command, pictures, features, 
     assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights)))      # to measure changes nothing
     for run in "whole", "plain":
         assert command("train.py", "--compare", run, "--out", f"{run}.png").returncode == 0
-    assert Image.open(tmp_path / "whole.png").height > Image.open(tmp_path / "plain.png").height       # one more panel
+    assert read_picture(tmp_path / "whole.png").height > read_picture(tmp_path / "plain.png").height       # one more panel
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_interpolation_goes_over_the_sphere_between_two_images(command, trained)
     turns = torch.nn.functional.cosine_similarity(noise[:-1].flatten(1), noise[1:].flatten(1))
     np.testing.assert_allclose(turns, turns[0], rtol=1e-2)              # in equal turns
     assert command("sample.py", "run", "--interpolate", "3", "8", "--labels", "1", "--device", "cpu").returncode == 0
-    picture = Image.open(trained / "run/interpolated.png")
+    picture = read_picture(trained / "run/interpolated.png")
     assert picture.width > 9 * picture.height / 2
 
 
@@ -414,5 +414,5 @@ def test_film_strip_ends_in_the_image(command, trained):
     assert frames.shape == (len(sigmas), 2, *config["data"]["shape"]) and sigmas == sorted(sigmas, reverse=True)
     assert torch.allclose(frames[-1], x, atol=1e-12)
     assert command("sample.py", "run", "--path", "--steps", "6", "--count", "2", "--device", "cpu").returncode == 0
-    picture = Image.open(trained / "run/path.png")
+    picture = read_picture(trained / "run/path.png")
     assert picture.width == 6 * 66 + 2 and picture.height == 22 + 2 * 66 + 2

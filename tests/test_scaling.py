@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from conftest import read_picture
 
 from scaling import (CONSTANTS, LEARNED, MODES, SETTINGS, PaperNet, SkipScaling, correlation, gradient_norms, mean_norm, oscillation, probe,
                      response, theory)
@@ -335,7 +335,7 @@ def test_the_lesson_shows_the_coefficients_and_the_theorems(run_lesson, tmp_path
     told = {line.split(", ")[1].split(":")[0]: line for line in lines if line.startswith("correlation")}
     assert "features +0.99" in told["paper's network"] or "features +1.00" in told["paper's network"]
     assert told.keys() == {"paper's network", "UNet", "UViT"}
-    Image.open(tmp_path / "runs/lessons/scaling.png").load()
+    read_picture(tmp_path / "runs/lessons/scaling.png")
 
 
 def test_the_lesson_on_a_run(command, runs):
@@ -344,7 +344,7 @@ def test_the_lesson_on_a_run(command, runs):
     assert "4 long skips (0 = outermost), skip scaling ls" in done.stdout and "nan" not in done.stdout
     rows = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(rows) == 4 and all(len(row) == 5 and all(0 < float(kappa) < 1 for kappa in row[:4]) for row in rows)
-    Image.open(runs / "run/scaling.png").load()
+    read_picture(runs / "run/scaling.png")
     same = command("scaling.py", "--run", "run/checkpoint.pt", "--bins", "4")
     assert same.stdout == done.stdout and "oscillation" not in done.stdout
 

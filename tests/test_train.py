@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
-from PIL import Image
+from conftest import ROOT, read_picture, run_command
 
 import sample
 import train
@@ -84,7 +83,7 @@ def test_a_run_leaves_what_the_readme_promises(command, pictures, tmp_path):
     assert sorted(path.name for path in run.iterdir()) == ["checkpoint.pt", "config.json", "curves.png", "log.csv", "samples"]
     assert sorted(path.name for path in (run / "samples").iterdir()) == ["step_0000003.png", "step_0000006.png"]
     for picture in [*run.glob("samples/*.png"), run / "curves.png"]:
-        Image.open(picture).load()
+        read_picture(picture)
     log = train.read_log(run / "log.csv")
     assert log["step"] == [2, 4, 6] and log["images"] == [16, 32, 48]
     config = json.loads((run / "config.json").read_text())
@@ -302,7 +301,7 @@ def test_compare_draws_several_runs(command, pictures, tmp_path):
     for name, weighting in ("a", "min-snr"), ("b", "constant"):
         assert command("train.py", "--data", pictures, *TINY, "--steps", "4", "--weighting", weighting, "--out", name).returncode == 0
     done = command("train.py", "--compare", "a", "b", "--out", "both.png")
-    assert done.returncode == 0 and Image.open(tmp_path / "both.png").size[0] > 1000
+    assert done.returncode == 0 and read_picture(tmp_path / "both.png").size[0] > 1000
 
 
 def test_sampling_and_logging_do_not_change_the_training(command, pictures, tmp_path):
@@ -386,7 +385,7 @@ def test_a_probed_run_resumes_exactly_and_is_drawn(command, pictures, tmp_path):
     assert done.returncode == 2 and "has --probe 3" in done.stderr
     assert command("train.py", "--compare", "a", "plain", "c", "--out", "all.png").returncode == 0
     train.draw_curves({"a": tmp_path / "a"}, tmp_path / "one.png")
-    assert Image.open(tmp_path / "one.png").size == (1380, 600) and Image.open(tmp_path / "all.png").size == (1380, 900)
+    assert read_picture(tmp_path / "one.png").size == (1380, 600) and read_picture(tmp_path / "all.png").size == (1380, 900)
 
 
 def test_curves_show_at_most_six_blocks_the_outermost_and_the_innermost_among_them():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from conftest import read_picture
 
 import weighting
 from diffusion import Diffusion
@@ -386,7 +386,7 @@ def test_the_lesson_on_a_run(command, pictures, tmp_path):
     assert all(f"\n({part}) " in first.stdout for part in "abcd") and "nan" not in first.stdout
     assert all(f"\n{name} " in first.stdout for name in [*WEIGHTINGS, "ugd", "frank-wolfe"])
     assert "      only [0, 333)   only [666, 1000)\n" in first.stdout
-    Image.open(tmp_path / "runs/a/weighting.png").load()
+    read_picture(tmp_path / "runs/a/weighting.png")
     same = command("weighting.py", "--run", "runs/a/checkpoint.pt", "--bins", "3", "--steps", "2", "--tune", "0", "2")
     assert same.stdout == first.stdout
 
