@@ -126,7 +126,7 @@ def test_a_run_overfits_eight_images(command, tmp_path):
 
 
 def test_loss_falls_on_the_built_in_digits(command, tmp_path):
-    done = command("train.py", *TINY[2:], "--size", "16", "--steps", "40", "--log-every", "10", "--out", "run", "--warmup", "1")
+    done = command("train.py", *TINY[2:], "--size", "16", "--attention", "8", "--steps", "40", "--log-every", "10", "--out", "run", "--warmup", "1")
     assert done.returncode == 0, done.stderr
     loss = train.read_log(tmp_path / "run/log.csv")["loss"]
     assert loss[-1] < 0.7 * loss[0]
