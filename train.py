@@ -1127,9 +1127,9 @@ def parse_args(argv=None):
     parser, untouched = build_parser(), object()
     flags = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), untouched)))
     given = {name: value for name, value in vars(flags).items() if value is not untouched}
+    if given.get("data", "digits") not in SOURCES:
+        given["data"] = str(Path(given["data"]).absolute())         # a run is resumed, and asked by the lessons, from other folders, too
     args = preset_args(given.get("preset", "digits"), given)
-    if args.data is not None and args.data not in SOURCES:
-        args.data = str(Path(args.data).absolute())         # a run is resumed, and asked by the lessons, from other folders, too
     if args.out is None:
         args.out = "curves.png" if args.compare else f"runs/{Path(str(args.data)).resolve().stem if 'data' in given else args.preset}"
     if args.resume:
@@ -1305,7 +1305,8 @@ def begin(run):
     args = run.args
     checkpoint = sample.load_checkpoint(run.out) if args.resume else {"step": 0}
     for key in ("data", "model") if args.resume else ():
-        changes = [f"{name} {was} is now {run.config[key][name]}" for name, was in checkpoint["config"][key].items() if run.config[key][name] != was]
+        now = run.config[key]
+        changes = [f"{name} {was} is now {now.get(name)}" for name, was in checkpoint["config"][key].items() if now.get(name) != was]
         if changes:
             raise ValueError(f"--resume: the {key} of {run.out} has changed: {'; '.join(changes)}")
     if checkpoint["step"] > args.steps:

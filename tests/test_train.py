@@ -480,6 +480,7 @@ def test_a_change_of_the_data_is_noticed_but_not_its_place(command, pictures, tm
     pictures.rename(tmp_path / "elsewhere/moved.npz")
     assert command("train.py", "--out", "run", "--resume", "--steps", "4").returncode == 2
     assert command("train.py", "--out", "run", "--resume", "--steps", "4", "--data", "elsewhere/moved.npz").returncode == 0
+    assert checkpoint_of(tmp_path / "run")["config"]["flags"]["data"] == str(tmp_path / "elsewhere/moved.npz")
     content = dict(np.load(tmp_path / "elsewhere/moved.npz"))
     one_other = content["arr_0"].copy()
     one_other[5] = 255 - one_other[5]
