@@ -357,12 +357,13 @@ def test_a_killed_run_leaves_no_half_cache_and_rivals_agree(tmp_path):
         assert process.poll() is None
         time.sleep(0.002)
     process.kill()
-    process.wait()
+    process.communicate()                                               # waits, and closes the pipes
     [left] = cache.iterdir()
     assert ".partial-" in left.name                                     # killed half-way: nothing under the final name
     rival = start_loader(args)
     data = train.load_data(args, lambda line: None)
-    assert rival.wait() == 0 and len(data.images) == 200
+    rival.communicate()
+    assert rival.returncode == 0 and len(data.images) == 200
     for i in (0, 199):
         with Image.open(sorted((tmp_path / "p").iterdir())[i]) as image:
             assert (data.images[i] == np.asarray(image)).all()
