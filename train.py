@@ -1277,6 +1277,7 @@ def build(args, say):
     model = model.to(device)
     probed = 1 + len(PROBED) * len(model.decoder) if args.probe else 0
     window = torch.zeros(WINDOW_SIZE + probed, device=device)
+    # The average goes on requiring gradients, though it gets none: only such weights does autocast cast once for many calls
     return SimpleNamespace(
         args=args, out=out, config=config, device=device, rank=rank, processes=processes, data=data, fid=fid,
         diffusion=diffusion, weights=weights.float().to(device),
