@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,59 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)                                # for networks this small, more threads only wait
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Run a long list of tests in two processes, which takes two cores half the time.   -> True, or None: pytest's own loop runs
+
+    Both take the next test from one pipe. The second process writes its reports into a file, from which the first one hands them
+    to pytest as its own, so that dots, counts, tracebacks and the exit status are those of one run.
+    """
+    items, config = session.items, session.config
+    if len(items) < 200 or os.cpu_count() == 1 or session.testsfailed or any(map(config.getoption, ("maxfail", "usepdb", "collectonly"))):
+        return None
+    config._tmp_path_factory.getbasetemp()                                  # one folder for both
+    queue, end = os.pipe()
+    os.write(end, b"".join(k.to_bytes(2, "big") for k in range(len(items))))
+    os.close(end)
+
+    def run(after_each):
+        number = os.read(queue, 2)
+        while number:
+            item, number = items[int.from_bytes(number, "big")], os.read(queue, 2)
+            config.hook.pytest_runtest_protocol(item=item, nextitem=items[int.from_bytes(number, "big")] if number else None)
+            after_each()
+
+    with tempfile.NamedTemporaryFile("w") as reports, open(reports.name) as replay:
+        second, torn = os.fork(), ""
+        if second == 0:
+            try:
+                config.pluginmanager.unregister(name="terminalreporter")
+                captured = config.pluginmanager.getplugin("capturemanager")
+                captured.stop_global_capturing(), captured.start_global_capturing(), captured.suspend_global_capture()
+                config.pluginmanager.register(SimpleNamespace(pytest_runtest_logreport=lambda report: print(json.dumps(
+                    config.hook.pytest_report_to_serializable(config=config, report=report)), file=reports, flush=True)))
+                run(lambda: None)
+                os._exit(0)
+            finally:
+                os._exit(1)
+
+        def hand_over():
+            nonlocal torn
+            *lines, torn = (torn + replay.read()).split("\n")
+            for data in map(json.loads, lines):
+                config.hook.pytest_runtest_logreport(report=config.hook.pytest_report_from_serializable(config=config, data=data))
+
+        run(hand_over)
+        code = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+        hand_over()
+    if code:
+        raise session.Interrupted(f"the second process of tests ended with {code}")
+    if session.testsfailed:
+        raise session.Failed(f"{session.testsfailed} tests failed")
+    return True
+
 
 # One process imports torch once and forks for every command: each still runs as a process of its own, as a user runs it
 SERVER = """
