@@ -162,8 +162,11 @@ def load_checkpoint(path):
         raise ValueError(f"{file} does not exist: give a run folder of train.py or a checkpoint file")
     try:
         checkpoint = torch_load(file)
+        flipped = zipfile.ZipFile(file).testzip()           # torch does not look at the checksums it writes
     except Exception as error:                              # torn, foreign or unsafe files fail in many ways
         raise ValueError(f"{file} cannot be read as a checkpoint: {first_line(error)}") from None
+    if flipped:
+        raise ValueError(f"{file} is damaged: the checksum of {flipped} is wrong")
     if not isinstance(checkpoint, dict) or not {"model", "ema", "optimizer", "step", "config"} <= checkpoint.keys():
         raise ValueError(f"{file} is no checkpoint of train.py; published weights are read with --weights FILE --preset NAME")
     config = checkpoint["config"]
@@ -874,7 +877,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit status 2."""
 
     def __init__(self, **options):
-        super().__init__(usage=f"{options['prog']} [FLAGS]", formatter_class=Help, **options)
+        super().__init__(usage=f"{options['prog']} [FLAGS]", formatter_class=Help, allow_abbrev=False, **options)
 
     def error(self, message):
         message = re.sub("^argument (.*?): must", r"\1 must", message)

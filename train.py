@@ -510,6 +510,8 @@ def decode(image, args):
         notes.append("turned")
         image = image.transpose(turn)
     if args.crop:
+        if image.width < args.crop or image.height < args.crop:
+            notes.append("smaller than --crop")
         image = centre_crop(image, min(args.crop, image.width), min(args.crop, image.height))
     height, width = args.size
     if image.width < width or image.height < height:
@@ -1162,7 +1164,8 @@ def check_args(args, given):
              ("kappa", uses_kappa(args.skip_scaling), f"--skip-scaling {args.skip_scaling}, which has no kappa"),
              *((f"pareto_{what}", args.weighting in PARETO_SOLVERS, f"--weighting {args.weighting}: its weights are not solved for")
                for what in ("every", "bins", "regularization")),
-             ("attention_order", args.weights, "a fresh start: it is of --weights"), ("features", args.fid_every, "a run without --fid-every")]
+             ("attention_order", args.weights, "a fresh start: it is of --weights"), ("features", args.fid_every, "a run without --fid-every"),
+             ("label_dropout", not args.unconditional, "--unconditional"), ("data_dir", args.data == "cifar10", f"--data {args.data}")]
     for name, fine, why in rules:
         if name in given and not fine:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with {why}")
@@ -1242,6 +1245,9 @@ def build(args, say):
     device = sample.pick_device(args.device)
     rank, processes = sample.join_processes(device)
     dtype = sample.pick_precision(args.precision, device)
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")      # torch.compile's choice
+    if args.compile and device.type == "cpu" and not shutil.which(compiler):
+        raise ValueError(f"--compile needs the C++ compiler {compiler}, which is not there; the variable CXX may name another")
     share = args.batch_size // processes                                # images of a process in each step
     if args.batch_size % processes or share % (args.micro_batch or share):
         raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the number of processes, {processes}, and each "
@@ -1459,7 +1465,7 @@ def describe(run, start):
     return (f"{type(run.model).__name__} of {parameters / 1e6:.2f}M parameters, skip scaling {args.skip_scaling}; predicts {args.prediction}, "
             f"{args.schedule} schedule, {args.weighting}{gamma} weights\n"
             f"steps {start:,} to {args.steps:,} of {args.batch_size} images ({epochs:.1f} epochs), {str(run.dtype).removeprefix('torch.')} "
-            f"on {where}; everything goes into {run.out}{os.sep}")
+            f"on {where}{', compiled in the first step, which takes a while' * args.compile}; everything goes into {run.out}{os.sep}")
 
 
 def main():

@@ -134,6 +134,28 @@ def command(command_server, tmp_path):
     return functools.partial(run_command, command_server, tmp_path)
 
 
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def t(*values):
+    return torch.tensor(values)
+
+
+def watch_skips(model, x, argument):
+    """What every encoder block gives, what every decoder block takes as that argument, and gives, in one forward pass."""
+    given, taken, decoded = [], [], []
+    hooks = [block.register_forward_hook(lambda module, inputs, out: given.append(out)) for block in model.encoder]
+    for block in model.decoder:
+        hooks.append(block.register_forward_pre_hook(lambda module, inputs: taken.append(inputs[argument])))
+        hooks.append(block.register_forward_hook(lambda module, inputs, out: decoded.append(out)))
+    with torch.no_grad():
+        model(x, torch.full((len(x),), 500))
+    for hook in hooks:
+        hook.remove()
+    return given, taken, decoded
+
+
 def read_picture(path):
     """A picture that is whole, with its file closed."""
     with Image.open(path) as picture:

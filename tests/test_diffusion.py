@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import read_picture
+from conftest import normal, read_picture
 
 from diffusion import SCHEDULES, Denoiser, Diffusion, random_stream, rescale_to_zero_terminal_snr
 from unet import UNet
@@ -15,10 +15,6 @@ from weighting import WEIGHTINGS, loss_weight
 # every process that exists: (schedule, prediction, zero_terminal_snr)
 PROCESSES = [(schedule, prediction, zero) for schedule, prediction, zero
              in itertools.product(SCHEDULES, ("x0", "eps", "v"), (False, True)) if (prediction, zero) != ("eps", True)]
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def x0_noise_t(timesteps=1000):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import read_picture
+from conftest import normal, read_picture
 
 from scaling import (CONSTANTS, LEARNED, MODES, SETTINGS, PaperNet, SkipScaling, correlation, gradient_norms, mean_norm, oscillation, probe,
                      response, theory)
@@ -14,10 +14,6 @@ from uvit import UViT
 
 LS = "ls", "ls-separate"
 FEATURE_MAP, TOKENS = (2, 32, 3, 5), (2, 32, 7)                                 # (B, C, H, W) and (B, L, D)
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @pytest.mark.parametrize("mode, kappa, by_hand", [

@@ -518,6 +518,15 @@ def test_damaged_checkpoints_are_answered_by_one_line(command, pictures, tmp_pat
         torch.save(good | damage, tmp_path / "run/checkpoint.pt")
         done = command("train.py", "--resume", "--out", "run", "--steps", "3")
         assert done.returncode == 2 and "damaged" in done.stderr and done.stderr.count("\n") == 1, (damage.keys(), done.stderr)
+    torch.save(good, tmp_path / "run/checkpoint.pt")
+    whole = (tmp_path / "run/checkpoint.pt").read_bytes()
+    weights = good["ema"][name].numpy().tobytes()
+    torn = bytearray(whole)
+    torn[whole.rindex(weights) + len(weights) // 2] ^= 4                        # one bit of one weight
+    (tmp_path / "run/checkpoint.pt").write_bytes(torn)
+    for words in ("train.py", "--resume", "--out", "run", "--steps", "3"), ("sample.py", "run"):
+        done = command(*words)
+        assert done.returncode == 2 and "damaged: the checksum of" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(command, tmp_path):
@@ -609,6 +618,9 @@ MISTAKES = [
     (["--features", "f.pt"], "--features has no effect with a run without --fid-every"),
     (["--weighting", "constant", "--gamma", "3"], "--gamma has no effect with --weighting constant"),
     (["--skip-scaling", "ls", "--kappa", "0.5"], "--kappa has no effect with --skip-scaling ls"),
+    (["--unconditional", "--label-dropout", "0.2"], "--label-dropout has no effect with --unconditional"),
+    (["--data-dir", "elsewhere"], "--data-dir has no effect with --data digits"),
+    (["--schedul", "vp"], "--schedul"),
     (["--pareto-every", "5"], "--pareto-every has no effect with --weighting min-snr"),
     (["--attention-order", "legacy"], "--attention-order has no effect"),
     (["--attention", "5"], "--attention must be from 32, 16, 8"),
@@ -723,6 +735,8 @@ def test_mistakes_are_answered_by_one_line_and_nothing_is_written(command, works
 def test_environment_mistakes(command, workshop):
     done = command("train.py", "--steps", "1", WORLD_SIZE="2")
     assert done.returncode == 2 and "torchrun" in done.stderr and done.stderr.count("\n") == 1
+    done = command("train.py", "--steps", "1", "--compile", "--device", "cpu", CXX="nowhere/c++")
+    assert done.returncode == 2 and "C++ compiler nowhere/c++" in done.stderr and done.stderr.count("\n") == 1
     run = launch(workshop, "--data", "pictures.npz", *TINY, "--batch-size", "5", "--out", "run", processes=2)
     printed = run.communicate(timeout=60)[0]
     assert run.returncode != 0 and printed.count("--batch-size 5 must be a multiple of the number of processes, 2") == 1

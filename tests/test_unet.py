@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import normal, t, watch_skips
 from torch.nn import functional as F
 
 import uvit
@@ -13,34 +14,12 @@ from unet import Attention, Downsample, ResBlock, UNet, Upsample, load_published
 SMALL = dict(size=8, channels=16, channel_mult=(1, 2), blocks=1, attention=(4,), heads=2)
 
 
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def small_unet(**options):
     return UNet(**{**SMALL, **options})
 
 
-def t(*values):
-    return torch.tensor(values)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Long skips
-
-def run_with_probes(model, x):
-    """What every encoder stage gives, what every decoder stage takes and gives, in one forward pass."""
-    given, taken, decoded = [], [], []
-    hooks = [stage.register_forward_hook(lambda module, inputs, out: given.append(out)) for stage in model.encoder]
-    for stage in model.decoder:
-        hooks.append(stage.register_forward_pre_hook(lambda module, inputs: taken.append(inputs[0])))
-        hooks.append(stage.register_forward_hook(lambda module, inputs, out: decoded.append(out)))
-    with torch.no_grad():
-        model(x, torch.full((len(x),), 500))
-    for hook in hooks:
-        hook.remove()
-    return given, taken, decoded
-
 
 @pytest.mark.parametrize("levels", [1, 2, 3, 4])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
@@ -49,7 +28,7 @@ def test_the_decoder_takes_kappa_to_the_i_times_skip_i(levels, blocks, randomize
     for mode, by_hand in ("none", lambda i: 1), ("sqrt2", lambda i: 0.5**0.5), ("cs", lambda i: 0.6**i):
         model = randomize(UNet(16, 1, channels=4, channel_mult=(1, 2, 1, 2)[:levels], blocks=blocks, attention=(),
                                heads=1, skip_scaling=mode, kappa=0.6)).double()
-        given, taken, _ = run_with_probes(model, x)
+        given, taken, _ = watch_skips(model, x, 0)
         assert len(given) == len(taken) == levels * (blocks + 1)                # N long skips
         for i, skip in enumerate(given):
             received = taken[len(given) - 1 - i]                                # i = 0, the outermost, comes last
@@ -58,7 +37,7 @@ def test_the_decoder_takes_kappa_to_the_i_times_skip_i(levels, blocks, randomize
 
 def test_only_the_skip_is_scaled_and_it_comes_after_the_running_features(randomize):
     model = randomize(small_unet(skip_scaling="cs", kappa=0.5)).double()
-    given, taken, decoded = run_with_probes(model, normal(1, 3, 8, 8))
+    given, taken, decoded = watch_skips(model, normal(1, 3, 8, 8), 0)
     for j in range(1, len(taken)):
         assert torch.equal(taken[j][:, :decoded[j - 1].shape[1]], decoded[j - 1])
 
@@ -66,7 +45,7 @@ def test_only_the_skip_is_scaled_and_it_comes_after_the_running_features(randomi
 @pytest.mark.parametrize("mode", ["ls", "ls-separate"])
 def test_learned_scales_act_on_the_skips_with_one_coefficient_a_channel(mode, randomize):
     model = randomize(small_unet(skip_scaling=mode)).double()
-    given, taken, _ = run_with_probes(model, normal(2, 3, 8, 8))
+    given, taken, _ = watch_skips(model, normal(2, 3, 8, 8), 0)
     assert [skip.shape[1] for skip in given] == [16, 16, 16, 32]
     assert len(model.skip_scaling.networks) == (2 if mode == "ls" else 4)
     for i, skip in enumerate(given):
@@ -79,11 +58,11 @@ def test_learned_scales_act_on_the_skips_with_one_coefficient_a_channel(mode, ra
 def test_a_change_of_one_skip_is_first_noticed_by_its_own_decoder_stage(randomize):
     model = randomize(UNet(8, 1, channels=8, channel_mult=(1, 1, 1), blocks=2, attention=(), heads=1)).double()
     x = normal(1, 1, 8, 8)
-    _, _, decoded = run_with_probes(model, x)
+    _, _, decoded = watch_skips(model, x, 0)
     unscaled = model.skip_scaling.forward
     for changed in range(9):
         model.skip_scaling.forward = lambda i, skip: unscaled(i, skip) + (i == changed)
-        _, _, decoded_now = run_with_probes(model, x)
+        _, _, decoded_now = watch_skips(model, x, 0)
         differs = [not torch.equal(now, before) for now, before in zip(decoded_now, decoded)]
         assert differs == [j >= 8 - changed for j in range(9)]
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import normal, t, watch_skips
 
 from unet import timestep_embedding
 from uvit import Block, UViT, ViT, load_published, sinusoid
@@ -12,40 +13,18 @@ SMALL = dict(size=8, patch=2, width=32, depth=4, heads=4)
 BACKBONES = UViT, ViT
 
 
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def small(backbone, **options):
     return backbone(**{**SMALL, **options})
-
-
-def t(*values):
-    return torch.tensor(values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Long skips
 
-def run_with_probes(model, x):
-    """What every encoder block gives, what every decoder block takes as its skip, and gives, in one forward pass."""
-    given, taken, decoded = [], [], []
-    hooks = [block.register_forward_hook(lambda module, inputs, out: given.append(out)) for block in model.encoder]
-    for block in model.decoder:
-        hooks.append(block.register_forward_pre_hook(lambda module, inputs: taken.append(inputs[1])))
-        hooks.append(block.register_forward_hook(lambda module, inputs, out: decoded.append(out)))
-    with torch.no_grad():
-        model(x, torch.full((len(x),), 500))
-    for hook in hooks:
-        hook.remove()
-    return given, taken, decoded
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6, 7])
 def test_the_decoder_takes_kappa_to_the_i_times_skip_i(depth, randomize):
     for mode, by_hand in ("none", lambda i: 1), ("sqrt2", lambda i: 0.5**0.5), ("cs", lambda i: 0.6**i):
         model = randomize(small(UViT, depth=depth, skip_scaling=mode, kappa=0.6)).double()
-        given, taken, _ = run_with_probes(model, normal(1, 3, 8, 8))
+        given, taken, _ = watch_skips(model, normal(1, 3, 8, 8), 1)
         assert len(given) == len(taken) == depth // 2                           # N long skips: in, middle, out
         for i, skip in enumerate(given):
             torch.testing.assert_close(taken[-1 - i], by_hand(i) * skip, rtol=1e-12, atol=0)
@@ -55,7 +34,7 @@ def test_the_decoder_takes_kappa_to_the_i_times_skip_i(depth, randomize):
 @pytest.mark.parametrize("mode", ["ls", "ls-separate"])
 def test_learned_scales_act_on_the_skips_with_one_coefficient_a_token(depth, mode, randomize):
     model = randomize(small(UViT, depth=depth, num_classes=3, skip_scaling=mode)).double()
-    given, taken, _ = run_with_probes(model, normal(2, 3, 8, 8))
+    given, taken, _ = watch_skips(model, normal(2, 3, 8, 8), 1)
     assert len(model.skip_scaling.networks) == (1 if mode == "ls" else depth // 2)
     for i, skip in enumerate(given):
         kappa = taken[-1 - i] / skip
@@ -67,11 +46,11 @@ def test_learned_scales_act_on_the_skips_with_one_coefficient_a_token(depth, mod
 @pytest.mark.parametrize("depth", [2, 5, 6])
 def test_a_change_of_one_skip_is_first_noticed_by_its_own_decoder_block(depth, randomize):
     model, x, n = randomize(small(UViT, depth=depth)).double(), normal(1, 3, 8, 8), depth // 2
-    _, _, decoded = run_with_probes(model, x)
+    _, _, decoded = watch_skips(model, x, 1)
     unscaled = model.skip_scaling.forward
     for changed in range(n):
         model.skip_scaling.forward = lambda i, skip: unscaled(i, skip) + (i == changed)
-        _, _, decoded_now = run_with_probes(model, x)
+        _, _, decoded_now = watch_skips(model, x, 1)
         differs = [not torch.equal(now, before) for now, before in zip(decoded_now, decoded)]
         assert differs == [j >= n - 1 - changed for j in range(n)]
 
