@@ -466,6 +466,7 @@ def axis_range(values, log):
     low, high = values.min(), values.max()
     if high - low < 1e-9 * max(1, abs(high)):
         low, high = low - 0.5, high + 0.5
+
     def round_numbers(low, high):
         rough = (high - low) / 5
         step = min((m * 10 ** math.floor(math.log10(rough)) for m in (1, 2, 5, 10)), key=lambda step: abs(step - rough))
@@ -640,7 +641,7 @@ class FeatureNetwork:
         if not self.file.is_file():
             raise ValueError(f"--features {file} does not exist: give a TorchScript file such as {INCEPTION}")
         self.network = load_torchscript("--features", self.file, device)
-        self.digest = sha256(self.file)
+        self.digest = checksum(self.file)
 
     @torch.inference_mode()
     def __call__(self, images):
@@ -666,8 +667,8 @@ def fetch(url, path, digest):
     try:
         with urllib.request.urlopen(url, timeout=60) as response, open(partial, "wb") as file:
             shutil.copyfileobj(response, file)
-        if sha256(partial) != digest:
-            raise OSError(f"its sha256 is {sha256(partial)}, not {digest}")
+        if checksum(partial) != digest:
+            raise OSError(f"its sha256 is {checksum(partial)}, not {digest}")
         os.replace(partial, path)
     except (OSError, http.client.HTTPException) as error:
         raise OSError(f"{path} is not there and could not be fetched ({error}): put {url} there, "
@@ -676,9 +677,12 @@ def fetch(url, path, digest):
         partial.unlink(missing_ok=True)
 
 
-def sha256(path):
+def checksum(path, kind="sha256"):
+    digest = hashlib.new(kind)
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        for block in iter(lambda: file.read(2**20), b""):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def feature_statistics(network, read, count, batch_size, rank=0, processes=1):

@@ -768,16 +768,12 @@ def read_cifar10(path):
 
 def check_cifar10(path, say):
     official = CIFAR10_MD5.get(path.name)
-    if official and md5(path) != official:
+    if official and sample.checksum(path, "md5") != official:
         say(f"{path} is not the official archive (its md5 is not {official}): used if its batches are whole")
     try:
         return read_cifar10(path)
     except Exception as error:      # a torn archive or pickle fails in a dozen ways
         raise ValueError(f"{path} is not a whole CIFAR-10 ({error}): remove it, and it is fetched again") from None
-
-
-def md5(path):
-    return hashlib.md5(path.read_bytes()).hexdigest()
 
 
 def find_cifar10(folder):
@@ -798,8 +794,8 @@ def fetch_cifar10(folder, say):
                 archive = Path(partial) / name
                 with open(archive, "wb") as file:
                     shutil.copyfileobj(response, file)
-                if md5(archive) != CIFAR10_MD5[name]:
-                    raise OSError(f"md5 {md5(archive)}, not {CIFAR10_MD5[name]}")
+                if sample.checksum(archive, "md5") != CIFAR10_MD5[name]:
+                    raise OSError(f"md5 {sample.checksum(archive, 'md5')}, not {CIFAR10_MD5[name]}")
                 return archive.replace(folder / name)
     except (OSError, http.client.HTTPException) as error:
         raise OSError(f"CIFAR-10 is not in --data-dir {folder} and could not be fetched ({error}): "

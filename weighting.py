@@ -303,6 +303,7 @@ def show_cosines(run, gram):
     print(f"Neighbours: {cosines.diagonal(1).mean():.2f} on average; first and last bin: {cosines[0, -1]:.2f}; below 0: "
           f"{(pairs < 0).sum()} of {len(pairs)} pairs, whose steps undo each other.")
     print("The paper's claim: timesteps near each other help each other, distant ones conflict.")
+    print(f"Norms of the gradients, cleanest bin first: {' '.join(f'{norm:.3g}' for norm in norms)}")
     return draw_matrix(cosines, run.names, run.starts)
 
 

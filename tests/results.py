@@ -5,8 +5,9 @@
     python tests/results.py weighting --print                   # the commands
     python tests/results.py solvers --features NETWORK --run runs/cifar-unet
 
-NETWORK is a TorchScript network as for `sample.py --features`. Runs go to runs/results/ARM; one that was stopped goes on.
-What the pictures need of the logs is kept beside this file, in results/ARM/, so that they can be drawn again without the runs.
+NETWORK is a TorchScript network as for `sample.py --features`, the Inception network without it. Runs go to runs/results/ARM; one
+that was stopped goes on. What the pictures need of the logs is kept beside this file, in results/ARM/, so that they can be drawn
+again without the runs.
 """
 
 import csv
@@ -85,8 +86,8 @@ def train_command(arm, args):
     out = Path(args.runs) / arm
     words = [sys.executable, str(ROOT / "train.py"), *COMMON.split(), *ARMS[arm].split(),
              "--data-dir", args.data_dir, "--cache", args.cache, "--out", str(out)]
-    if "--fid-every" in words:
-        words += ["--features", args.features or "NETWORK"]
+    if "--fid-every" in words and args.features:
+        words += ["--features", args.features]
     return [*words, "--resume"] if (out / "checkpoint.pt").exists() else words
 
 
@@ -134,7 +135,7 @@ def draw_quality(group):
     """Print a table of the distances and draw them along the steps."""
     logs = kept_logs(group, "fid.csv", train.FID_COLUMNS)
     times = reached({arm: (log["step"], log["fid"]) for arm, log in logs.items()})
-    print("| arm |" + "".join(f" {step:,.0f} steps |" for step in next(iter(logs.values()))["step"]) + " steps to the plain one's last |")
+    print("| distance of |" + "".join(f" {step:,.0f} steps |" for step in next(iter(logs.values()))["step"]) + " steps to the first row's last |")
     for arm, log in logs.items():
         print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {times[arm]} |")
     return [{"title": "Frechet distance of EMA samples", "x": "steps", "log_y": True,
@@ -186,7 +187,7 @@ def run_solvers(args):
     for solver, steps in [(solver, steps) for solver, choices in SOLVER_STEPS.items() for steps in choices]:
         out = Path(args.runs) / "solvers" / f"{solver}-{steps}.npz"
         words = [sys.executable, str(ROOT / "sample.py"), args.run, "--solver", solver, "--steps", str(steps), "--count", "1000", "--precision", "fp32",
-                 "--out", str(out), "--fid", "train", "--features", args.features or "NETWORK", "--cache", args.cache]
+                 "--out", str(out), "--fid", "train", "--cache", args.cache, *(["--features", args.features] if args.features else [])]
         if args.print:
             print(shlex.join(words))
         elif not args.draw and (solver, steps) not in done:
@@ -219,7 +220,7 @@ def main():
     p.add_argument("group", nargs="+", choices=[*GROUPS, "solvers"], help="experiments")
     p.add_argument("--draw", action="store_true", help="run nothing")
     p.add_argument("--print", action="store_true", help="print the commands and stop")
-    p.add_argument("--features", metavar="NETWORK", help="TorchScript network for the distances")
+    p.add_argument("--features", metavar="NETWORK", help="TorchScript network for the distances (default: Inception)")
     p.add_argument("--run", default="runs/cifar-unet", help="of solvers: what to draw from")
     p.add_argument("--runs", default="runs/results", metavar="DIR", help="where the run folders are")
     p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="as of train.py")

@@ -182,7 +182,7 @@ def test_published_network_is_fetched_checked_and_found_again(tmp_path, monkeypa
     with pytest.raises(OSError, match="inception-2015-12-05.pt is not there and could not be fetched .its sha256 is"):
         sample.FeatureNetwork(None, tmp_path / "cache", torch.device("cpu"))
     assert list((tmp_path / "cache").iterdir()) == []
-    monkeypatch.setattr(sample, "INCEPTION_SHA256", sample.sha256(tmp_path / "served.pt"))
+    monkeypatch.setattr(sample, "INCEPTION_SHA256", sample.checksum(tmp_path / "served.pt"))
     network = sample.FeatureNetwork(None, tmp_path / "cache", torch.device("cpu"))
     assert network.file == tmp_path / "cache/inception-2015-12-05.pt" and network(np.zeros((2, 5, 5, 3), np.uint8)).shape == (2, 6)
     (tmp_path / "served.pt").unlink()

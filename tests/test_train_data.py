@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import sample
 import train
 
 
@@ -589,7 +590,7 @@ def test_cifar10_is_fetched_checked_and_kept(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="md5"):
         load(tmp_path, "cifar10")
     assert list((tmp_path / "data").iterdir()) == []
-    monkeypatch.setitem(train.CIFAR10_MD5, "cifar-10-python.tar.gz", train.md5(site))
+    monkeypatch.setitem(train.CIFAR10_MD5, "cifar-10-python.tar.gz", sample.checksum(site, "md5"))
     assert len(load(tmp_path, "cifar10")[0].images) == 20
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["cifar-10-python.tar.gz"]
 
