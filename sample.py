@@ -99,8 +99,8 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
     """Sample x_0 from noise.   Karras et al. 2022, Algorithm 1, and with churn > 0 Algorithm 2.
 
     denoiser: diffusion.Denoiser, or what has its methods   noise: (B, C, H, W), unit normal   labels: (B,) or None
-    steps: N noise levels in [0.002, 80], or what the schedule reaches of it, each rounded to the schedule's grid; heun
-        calls the model 2N - 1 times, euler and dpm++2m N times
+    steps: N noise levels in [0.002, 80], or what the schedule reaches of it, each rounded to the schedule's grid, on which
+        some of many become one (of 100 on the cosine schedule 94 are left); heun calls the model 2N - 1 times, others N times
     guidance, guidance_interval: see Denoiser
     churn, churn_range, churn_scale: S_churn, (S_min, S_max), S_noise of the paper; churn_noise: x -> unit normal like x
     on_step(i, sigma, x0): called after each step
@@ -137,6 +137,10 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
 def first_line(error):
     """What an exception says in a line; some say nothing, and torch goes on with advice that is none for a damaged file."""
     return (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0]
+
+
+def out_of_memory(error):
+    return isinstance(error, MemoryError) or "alloc" in str(error) or "out of memory" in str(error)
 
 
 def torch_load(file):
@@ -227,7 +231,7 @@ def adapt_config(config, state):
         if name in state:
             config["in_channels"] = state[name].shape[1]
     for name, pixels in ("out.2.weight", 1), ("linear_projection.weight", config.get("patch", 1) ** 2):
-        if name in state:
+        if name in state and config["class"] != "UViT":     # which has as many as it is given
             config["out_channels"] = len(state[name]) // pixels
     for name in "label_emb.weight", "class_embedding.weight":
         if name in state:
@@ -248,7 +252,7 @@ def pick_device(name):
     if name != "cuda":
         return torch.device(name)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
         raise ValueError(f"--nproc_per_node asks for more processes than the {torch.cuda.device_count()} GPUs of this machine")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -263,6 +267,12 @@ def join_processes(device):
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))
     return rank, processes
+
+
+def wait_for_all():
+    """Meet the other processes, if there are any. Before the end, too: one that ends while gloo still frees a tensor is aborted."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def pick_precision(name, device):
@@ -280,16 +290,20 @@ def pick_precision(name, device):
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
+def attention_kernels(device, dtype):
+    """The context in which attention is fused or written out; a backward pass that recomputes a forward pass needs the same."""
+    # On CPUs that multiply bf16 natively, the backward pass of the fused attention kernel takes three to nine times as long as the
+    # products written out, which is what the backend MATH does; in fp32 and on GPUs the fused kernels are the right choice
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return nullcontext()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)                # else MATH would multiply in fp32
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 @contextmanager
 def autocast(device, dtype):
     """The context in which a model runs with products of that precision."""
-    # On CPUs that multiply bf16 natively, the backward pass of the fused attention kernel takes three to nine times as long as the
-    # products written out, which is what the backend MATH does; in fp32 and on GPUs the fused kernels are the right choice
-    written_out = device.type == "cpu" and dtype == torch.bfloat16
-    if written_out:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)            # else MATH would multiply in fp32
-    with (nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype),
-          sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext()):
+    with nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype), attention_kernels(device, dtype):
         yield
 
 
@@ -308,9 +322,10 @@ def generate(denoiser, shape, seed, indices, labels=None, device="cpu", **option
 
 
 def interpolate(denoiser, shape, seed, ends, count, label=None, device="cpu", **options):
-    """Sample on the way from one image to another, over the sphere on which their noises lie.   -> (count, C, H, W)
+    """Sample on the way from one noise to another, over the sphere on which they lie.   -> (count, C, H, W)
 
-    ends: the indices of two images of this seed, which come first and last; a straight way would leave unit variance
+    ends: the indices of two images of this seed, which come first and last, both with this label; a straight way would leave
+    unit variance
     """
     a, b = (random_stream(seed, "sample", k).standard_normal(shape, dtype=np.float32) for k in ends)
     angle = math.acos((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
@@ -525,8 +540,6 @@ class ArrayStore:
         self.partial = Path(f"{out}.partial")
 
     def create(self):
-        if self.out.suffix == ".npz" and self.out.exists():
-            raise ValueError(f"--out {self.out} exists already: delete it or choose another")
         self.partial.mkdir(parents=True, exist_ok=True)
         keep_settings(self.partial / "settings.json", self.settings)
         dtype = np.float32 if self.settings["latents"] else np.uint8
@@ -542,7 +555,7 @@ class ArrayStore:
 
     def write(self, indices, images):
         self.images[indices] = images
-        self.done[indices] = True                           # only after the images themselves
+        self.done[indices] = True                           # only after the images themselves, as a kill may come between
 
     def finish(self):
         settings, labels = self.settings, self.settings["labels"]
@@ -637,7 +650,7 @@ class FeatureNetwork:
     def __init__(self, file, cache, device):
         self.file, self.device = Path(file or Path(cache) / INCEPTION), device
         if not file and not self.file.exists():
-            fetch(INCEPTION_URL, self.file, INCEPTION_SHA256)
+            fetch(INCEPTION_URL, self.file, INCEPTION_SHA256, "--features FILE")
         if not self.file.is_file():
             raise ValueError(f"--features {file} does not exist: give a TorchScript file such as {INCEPTION}")
         self.network = load_torchscript("--features", self.file, device)
@@ -660,19 +673,20 @@ class FeatureNetwork:
         return features.float()
 
 
-def fetch(url, path, digest):
-    """Put a published file at path.   OSError: no network, or another file than expected; says where to put it"""
+def fetch(url, path, digest, flag, kind="sha256"):
+    """Put a published file at path.   OSError: no network, or another file than expected; says where to put it, or what to give"""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(url, timeout=60) as response, open(partial, "wb") as file:
-            shutil.copyfileobj(response, file)
-        if checksum(partial) != digest:
-            raise OSError(f"its sha256 is {checksum(partial)}, not {digest}")
+        with urllib.request.urlopen(url, timeout=60) as response:
+            path.parent.mkdir(parents=True, exist_ok=True)  # only now: where there is no network, nothing is left behind
+            with open(partial, "wb") as file:
+                shutil.copyfileobj(response, file)
+        found = checksum(partial, kind)
+        if found != digest:
+            raise OSError(f"its {kind} is {found}, not {digest}")
         os.replace(partial, path)
     except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"{path} is not there and could not be fetched ({error}): put {url} there, "
-                      f"or give --features FILE") from None
+        raise OSError(f"{path} is not there and could not be fetched ({error}): put {url} there, or give {flag}") from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -724,7 +738,10 @@ class ImageFiles:
     def __init__(self, path):
         from train import is_picture                        # train.py imports this file
 
-        self.path, self.archive = Path(path), None if Path(path).is_dir() else zipfile.ZipFile(path)
+        try:
+            self.path, self.archive = Path(path), None if Path(path).is_dir() else zipfile.ZipFile(path)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
         names = self.archive.namelist() if self.archive else [p.relative_to(path).as_posix() for p in self.path.rglob("*")]
         self.names = sorted(filter(is_picture, names))
         if not self.names:
@@ -779,7 +796,8 @@ def reference_images(args, config, shape):
             raise ValueError("--fid train is the training data of a run, and no run is given")
         if config["data"]["latents"]:
             raise ValueError("--fid train: this run was trained on latents; give the images that they stand for")
-        flags = argparse.Namespace(**{**vars(flags), **config["flags"]})
+        kept = {name: getattr(args, name) for name in ("cache", "data_dir") if getattr(args, name) != build_parser().get_default(name)}
+        flags = argparse.Namespace(**{**vars(flags), **config["flags"], **kept})
     try:
         return load_data_once(flags, lambda line: print(line, flush=True)).images
     except ValueError as error:
@@ -924,7 +942,7 @@ def build_parser():
     p.add_argument("--labels", help="class names or numbers separated by commas, taken in turn; 'none' for no label "
                                     "(default: all classes in turn)")
     p.add_argument("--solver", choices=SOLVERS, default="heun", help="how the ODE is followed")
-    p.add_argument("--steps", type=number("[1, 1000]", int), default=18, help="noise levels; heun calls the model twice for each but the last")
+    p.add_argument("--steps", type=number("[1, 1000]", int), default=18, help="noise levels, of which those that fall on the same timestep are one; heun calls the model twice for each but the last")
     p.add_argument("--churn", type=number("[0, inf)"), default=0.0, help="S_churn of Karras et al. 2022, 0 = deterministic")
     p.add_argument("--guidance", type=number("(-inf, inf)"), default=1.0, help="s in D_none + s (D_label - D_none), 1 = off")
     p.add_argument("--guidance-interval", type=number("[0, 1000)", int), nargs=2, metavar=("FIRST", "LAST"), help="timesteps that are guided, 0 = cleanest")
@@ -938,7 +956,7 @@ def build_parser():
     p.add_argument("--features", metavar="NETWORK", help=f"of --fid: TorchScript file (default: {INCEPTION} in --cache, fetched if need be)")
     p.add_argument("--cache", default="cache", metavar="DIR", help="of --fid: where decoded references and their statistics are kept")
     p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="of --fid cifar10: where it lies, or is put")
-    p.add_argument("--interpolate", type=number("[0, 1e9]", int), nargs=2, metavar=("A", "B"), help="draw the way from image A to image B of this seed")
+    p.add_argument("--interpolate", type=number("[0, 1e9]", int), nargs=2, metavar=("A", "B"), help="draw the way from the noise of image A of this seed to B's, with A's label")
     p.add_argument("--path", action="store_true", help="draw a film strip of the denoised image along sampling")
     p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
     p.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="precision of products")
@@ -986,6 +1004,23 @@ def pick_labels(args, model, classes):
     return numbers
 
 
+def check_effect(args, drawing):
+    """One line for flags that would be without effect."""
+    given = [name for name, value in vars(args).items() if value != build_parser().get_default(name)]
+    of_measuring, why = {"run", "fid", "features", "cache", "data_dir", "batch_size", "device"}, {}
+    if not drawing:
+        why |= dict.fromkeys(set(given) - of_measuring, "where images are measured, not drawn")
+    if not args.weights:
+        why |= dict.fromkeys(("preset", "attention_order"), "without --weights FILE")
+    if not args.fid:
+        why |= dict.fromkeys(("features", "cache", "data_dir"), "without --fid REFERENCE")
+    if args.interpolate:
+        why |= {"path": "beside --interpolate"}
+    for name in given:
+        if name in why:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {why[name]}")
+
+
 def check_together(args, model, diffusion):
     """One line for flags that do not go together, or not with this model."""
     if args.steps > diffusion.timesteps:
@@ -1009,13 +1044,18 @@ class Decoder:
         if file and not latents:
             raise ValueError("--decoder is for models of latents, and this one draws images")
         self.network = load_torchscript("--decoder", file, device) if file else None
-        self.keep_latents, self.device = latents and not file, device
+        self.file, self.keep_latents, self.device = file, latents and not file, device
 
     @torch.inference_mode()
     def __call__(self, x):
         if self.keep_latents:
             return x.float().cpu().numpy()
-        return to_uint8(self.network(x.float().to(self.device) / LATENT_SCALE) if self.network else x)
+        if not self.network:
+            return to_uint8(x)
+        try:
+            return to_uint8(self.network(x.float().to(self.device) / LATENT_SCALE))
+        except RuntimeError as error:                       # TorchScript gives the reason last, after a long trace
+            raise ValueError(f"--decoder {self.file} fails on latents of {tuple(x.shape[1:])}: {str(error).strip().splitlines()[-1]}") from None
 
 
 def sampler_options(args):
@@ -1029,7 +1069,8 @@ def draw_strip(args, config, model, diffusion, device, labels, decode):
         if args.interpolate:
             label = labels[args.interpolate[0] % len(labels)] if labels else None
             x = interpolate(denoiser, shape, args.seed, args.interpolate, args.count, label, device, **options)
-            columns, title = args.count, "from image {} to image {}".format(*args.interpolate)
+            name = f" as {[*config['data']['classes'], 'no label'][label]}" if labels else ""
+            columns, title = args.count, "from the noise of image {} to that of {}{}".format(*args.interpolate, name)
         else:
             chosen = [labels[k % len(labels)] for k in range(args.count)] if labels else None
             x, sigmas = denoising_path(denoiser, shape, args.seed, range(args.count), chosen, device, **options)
@@ -1052,10 +1093,9 @@ def draw_images(args, config, model, diffusion, device, labels, decode, rank, pr
     store = (ArrayStore if args.out.endswith((".png", ".npz")) else FolderStore)(args.out, args.count, shape, settings)
     if rank == 0:
         store.create()
-    if processes > 1:
-        dist.barrier()
+    wait_for_all()
     todo = np.flatnonzero(~store.open())
-    batches = np.split(todo, range(args.batch_size, len(todo), args.batch_size))[rank::processes]
+    batches = [todo[start:start + args.batch_size] for start in range(0, len(todo), args.batch_size)][rank::processes]
     started, finished, mine = time.time(), 0, sum(map(len, batches))
     for batch in batches:
         def show(i, sigma, x0):
@@ -1068,8 +1108,7 @@ def draw_images(args, config, model, diffusion, device, labels, decode, rank, pr
             images = generate(denoiser, data["shape"], args.seed, batch.tolist(), chosen, device, on_step=show, **sampler_options(args))
         store.write(batch, decode(images))
         finished += len(batch)
-    if processes > 1:
-        dist.barrier()
+    wait_for_all()
     seconds = time.time() - started
     return f"{store.finish()}  ({len(todo)} images in {seconds:.1f} s, {len(todo) / seconds:.1f} a second)" if rank == 0 else ""
 
@@ -1094,6 +1133,8 @@ def pick_out(args):
         raise ValueError(f"--out {out} must end in .png (a grid), .npz (arrays) or / (a folder of images)")
     if out.endswith((".png", ".npz")) and Path(out).is_dir():
         raise ValueError(f"--out {out} is a folder")
+    if out.endswith(".npz") and Path(out).exists():
+        raise ValueError(f"--out {out} exists already: delete it, choose another, or measure it with: sample.py {out} --fid REFERENCE")
     if strip and not out.endswith(".png"):
         raise ValueError(f"--out {out}: --interpolate and --path draw one picture, a .png")
     if args.fid and out.endswith(".png"):
@@ -1110,9 +1151,8 @@ def main():
             print(("\r\033[K" if sys.stdout.isatty() else "") + line, flush=True)
 
     try:
-        if args.features and not args.fid:
-            raise ValueError("--features goes with --fid REFERENCE")
         drawing = not (args.fid and args.run and holds_images(args.run))
+        check_effect(args, drawing)
         if drawing:
             model, diffusion, config = load_source(args)
             args.count = {None: 10 if args.interpolate else 4 if args.path else 64}.get(args.count, args.count)
@@ -1141,14 +1181,18 @@ def main():
         elif drawing:
             say(draw_images(args, config, model, diffusion, device, labels, decode, rank, processes))
         if args.fid:
-            if processes > 1:
-                dist.barrier()                              # the first process has just finished the file
+            wait_for_all()                                  # the first process has just finished the file
             images = open_images(args.out, args.cache) if drawing else images
             say(measure(args, images, args.count if drawing else images.shape[0], network, reference, rank, processes))
+        wait_for_all()
     except KeyboardInterrupt:
         parser.exit(130, "\nstopped; the same command goes on with what is missing\n" if rank == 0 else None)
     except (ValueError, OSError) as error:
         parser.exit(2, f"sample.py: {error}\n" if rank == 0 else None)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        parser.exit(2, "sample.py: out of memory: a smaller --batch-size needs less\n")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

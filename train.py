@@ -6,7 +6,8 @@
     torchrun --standalone --nproc_per_node=8 train.py ...       # the same flags, the same training
     python train.py --out runs/cifar --resume                   # goes on to the last bit as if it had not stopped
 
-In this order: one training step, the randomness of a batch, the run folder, the pictures, the data, the flags, main.
+In this order: one training step, the randomness of a batch, weights that are solved for, the log, the run folder, the data, presets
+and flags, the run.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import copy
 import csv
 import fcntl
 import hashlib
-import http.client
 import io
 import json
 import math
@@ -29,7 +29,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import urllib.request
 import warnings
 import zipfile
 import zlib
@@ -75,7 +74,8 @@ def train_step(model, run, batches, record=None):
             with run.autocast():
                 error = run.diffusion.error(model, x0, t, noise, labels)            # (B,)
             loss = (run.weights[t] * error).sum() / run.share
-            run.scaler.scale(loss).backward()
+            with sample.attention_kernels(run.device, run.dtype):                   # for what --checkpointing computes again
+                run.scaler.scale(loss).backward()
         total += loss.detach()
         errors.append(error.detach())
     run.scaler.unscale_(run.optimizer)                                              # clipping must see the true gradients
@@ -159,7 +159,7 @@ def solve_weights(run, step):
     """Put Pareto-optimal weights on bins of timesteps into run.weights.   -> (bins,) weights on the x_0 loss, mean 1
 
     Each bin is a task: the squared error of x_0 at its timesteps. All see the same images and noise, those of places behind
-    the global batch, which this step does not train on. One process solves, so that all have the same weights.
+    the global batch, which this step does not train on (the next one does, with other noise). One process solves, so that all have the same weights.
     """
     args, timesteps, bins = run.args, run.diffusion.timesteps, run.args.pareto_bins
     table = torch.zeros(bins, device=run.device)
@@ -174,7 +174,8 @@ def solve_weights(run, step):
                     error = run.diffusion.error(run.model, x0, t_k, noise, labels)
                 yield (error / run.error_scale[t_k]).mean()
 
-        gram = gradient_gram(bin_losses(), list(run.model.parameters()))
+        with sample.attention_kernels(run.device, run.dtype):
+            gram = gradient_gram(bin_losses(), list(run.model.parameters()))
         table += (bins * pareto_weights(gram, args.weighting, args.pareto_regularization)).to(table)
     if run.processes > 1:
         dist.broadcast(table, 0)
@@ -184,11 +185,13 @@ def solve_weights(run, step):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The log. Sums since the last row stay in one tensor on the device, so that adding never waits for it; they are divided by
-# the number of steps (the errors of a bin by its number of samples) when a row is written.
+# the number of good steps (the errors of a bin by its number of samples) when a row is written.
 
 STEPS, LOSS, NORM, SKIPPED = range(4)
-ERRORS, COUNTS, BROKEN = (slice(4 + k * BINS, 4 + (k + 1) * BINS) for k in range(3))
-WINDOW_SIZE = 4 + 3 * BINS
+ERRORS, COUNTS = (slice(4 + k * BINS, 4 + (k + 1) * BINS) for k in range(2))
+IN_A_ROW, WINDOW_SIZE = 4 + 2 * BINS, 5 + 3 * BINS          # these outlive a row: bad steps up to now without a good one between,
+BROKEN = slice(IN_A_ROW + 1, WINDOW_SIZE)                   # and how many losses of each bin broke in the first of them
+MAY_SKIP = 50               # bad steps in a row that fp16's scaler may skip while it looks for a scale
 COLUMNS = ["step", "images", "loss", *(f"error_{k}" for k in range(BINS)), "grad_norm", "skipped", "lr", "images_per_s"]
 FID_COLUMNS = ["step", "images", "fid"]
 
@@ -200,11 +203,12 @@ PROBED = "decoder_norm", "decoder_grad", "encoder_grad", "kappa", "kappa_square"
 def add_to_window(window, loss, errors, norm, bins):
     """Add one step: loss (), squared errors of x_0 (B,), gradient norm (), bins of t (B,)."""
     finite, bad = errors.isfinite(), ~norm.isfinite()
-    first = bad & (window[SKIPPED] == 0)
-    window[:4] += torch.stack([torch.ones_like(loss), loss, norm.masked_fill(bad, 0), bad.float()])
+    first = bad & (window[IN_A_ROW] == 0)
+    window[:4] += torch.stack([torch.ones_like(loss), loss.masked_fill(bad, 0), norm.masked_fill(bad, 0), bad.float()])
+    window[IN_A_ROW] = (window[IN_A_ROW] + 1) * bad
+    window[BROKEN] = (window[BROKEN] * bad).index_add(0, bins, (~finite & first).float())
     window[ERRORS].index_add_(0, bins, errors.masked_fill(~finite, 0))
     window[COUNTS].index_add_(0, bins, finite.float())
-    window[BROKEN].index_add_(0, bins, (~finite & first).float())
 
 
 def add_probe(window, record):
@@ -222,8 +226,8 @@ def probe_row(window, learned):
     return {f"{name}_{i}": value for name, values in means.items() for i, value in enumerate(values.tolist())}
 
 
-def bin_name(k, timesteps=1000):
-    return f"t in [{timesteps * k // BINS}, {timesteps * (k + 1) // BINS})"
+def bin_name(k):
+    return f"t in [{1000 * k // BINS}, {1000 * (k + 1) // BINS})"
 
 
 def check_finite(run, step):
@@ -232,8 +236,8 @@ def check_finite(run, step):
     Once weights are lost every later step is bad too, so that counting back finds the first. With fp16 single steps may be
     skipped: its scaler then tries a smaller scale.
     """
-    skipped, steps = int(run.window[SKIPPED]), int(run.window[STEPS])
-    if skipped == 0 or run.scaler.is_enabled() and skipped < max(steps, 50):
+    skipped = int(run.window[IN_A_ROW])
+    if skipped == 0 or run.scaler.is_enabled() and skipped < MAY_SKIP:
         return
     if run.processes > 1:
         dist.all_reduce(run.window)                         # every process stops here, but the loss broke in one
@@ -245,16 +249,16 @@ def check_finite(run, step):
 
 def take_row(run, step, images_per_s):
     """The sums as a row of the log, {column: value}; they start again from zero."""
-    window = run.window
+    window = run.window.clone()
     if run.processes > 1:
         dist.all_reduce(window)
-    mean = (window[:4] / window[STEPS]).tolist()
+    mean = (window[:4] / (window[STEPS] - window[SKIPPED])).tolist()
     errors = (window[ERRORS] / window[COUNTS]).tolist()                 # nan where a bin had no sample
     row = dict(zip(COLUMNS, [step, step * run.args.batch_size, mean[LOSS], *errors, mean[NORM],
                              int(window[SKIPPED]) // run.processes, learning_rate(run.args, step - 1), images_per_s]))
     if run.args.probe:
         row |= probe_row(window, run.args.skip_scaling not in CONSTANTS)
-    window.zero_()
+    run.window[:IN_A_ROW], run.window[WINDOW_SIZE:] = 0, 0
     return row
 
 
@@ -265,6 +269,8 @@ def read_log(path, columns=COLUMNS):
             reader = csv.DictReader(file)
             rows, probes = list(reader), [name for name in reader.fieldnames or [] if name.startswith(PROBED)]
         return {name: [float(row[name]) for row in rows] for name in [*columns, *probes]}
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: give a run folder of train.py") from None
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is not a log of train.py, or a torn one") from None
 
@@ -350,6 +356,7 @@ def save_checkpoint(run, step):
     if run.processes > 1:
         dist.all_reduce(window)
     if run.rank == 0:
+        window[IN_A_ROW] = run.window[IN_A_ROW]             # the same in all processes, since their gradients are
         state = {name: getattr(run, name).state_dict() for name in PARTS}
         state |= {"step": step, "config": run.config, "window": window, "weights": run.weights}
         save_atomically(run.out / "checkpoint.pt", lambda file: torch.save(state, file))
@@ -787,19 +794,8 @@ def find_cifar10(folder):
 def fetch_cifar10(folder, say):
     name = "cifar-10-python.tar.gz"
     say(f"fetching {CIFAR10_URL} (170 MB) into {folder}")
-    try:
-        with urllib.request.urlopen(CIFAR10_URL, timeout=60) as response:
-            folder.mkdir(parents=True, exist_ok=True)       # only now: where there is no network, nothing is left behind
-            with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as partial:
-                archive = Path(partial) / name
-                with open(archive, "wb") as file:
-                    shutil.copyfileobj(response, file)
-                if sample.checksum(archive, "md5") != CIFAR10_MD5[name]:
-                    raise OSError(f"md5 {sample.checksum(archive, 'md5')}, not {CIFAR10_MD5[name]}")
-                return archive.replace(folder / name)
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"CIFAR-10 is not in --data-dir {folder} and could not be fetched ({error}): "
-                      f"put {name} from {CIFAR10_URL} there") from None
+    sample.fetch(CIFAR10_URL, folder / name, CIFAR10_MD5[name], "--data-dir DIR", "md5")
+    return folder / name
 
 
 def load_cifar10(args, say):
@@ -1117,6 +1113,8 @@ def preset_args(preset, given=()):
     """The flags' defaults, then the preset's, then those given.   -> argparse.Namespace"""
     args = argparse.Namespace(**{**vars(build_parser().parse_args([])), **PRESETS[preset], "preset": preset, **dict(given)})
     args.skip_scaling = args.skip_scaling or ("none" if args.backbone == "vit" else "ls")
+    if "heads" in dict(given) and "head_channels" not in dict(given):
+        args.head_channels = None                           # one of the two describes the heads, and the one given wins
     return args
 
 
@@ -1160,7 +1158,9 @@ def check_args(args, given):
              ("kappa", uses_kappa(args.skip_scaling), f"--skip-scaling {args.skip_scaling}, which has no kappa"),
              *((f"pareto_{what}", args.weighting in PARETO_SOLVERS, f"--weighting {args.weighting}: its weights are not solved for")
                for what in ("every", "bins", "regularization")),
-             ("attention_order", args.weights, "a fresh start: it is of --weights"), ("features", args.fid_every, "a run without --fid-every"),
+             ("attention_order", args.weights, "a fresh start: it is of --weights"), *((name, args.fid_every, "a run without --fid-every") for name in ("features", "fid_count")),
+             ("heads", not args.head_channels, f"--head-channels {args.head_channels}"),
+             *((name, not args.compare, "--compare, which only draws") for name in given if name not in ("compare", "out")),
              ("label_dropout", not args.unconditional, "--unconditional"), ("data_dir", args.data == "cifar10", f"--data {args.data}")]
     for name, fine, why in rules:
         if name in given and not fine:
@@ -1198,13 +1198,20 @@ def model_config(args, shape, num_classes):
 # The run
 
 def load_data_once(args, say):
-    """Data, decoded into the cache by the first process of the machine while the others wait."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if dist.is_initialized() and not first:
-        dist.barrier()
-    data = load_data(args, say if first else lambda line: None)
-    if dist.is_initialized() and first:
-        dist.barrier()
+    """Data, decoded into the cache by the first process of the machine while the others wait, and fail if it does."""
+    rank, cpu, failure = dist.get_rank() if dist.is_initialized() else 0, torch.device("cpu"), [None]
+    if rank > 0:
+        dist.broadcast_object_list(failure, 0, device=cpu)
+        if failure[0]:
+            raise ValueError(failure[0])
+    try:
+        data = load_data(args, say if rank == 0 else lambda line: None)
+    except (ValueError, OSError) as error:
+        failure = [str(error)]
+        raise
+    finally:
+        if rank == 0 and dist.is_initialized():
+            dist.broadcast_object_list(failure, 0, device=cpu)
     if args.unconditional:
         data = Data(data.images, None, None)
     if args.flip is None:
@@ -1249,6 +1256,8 @@ def build(args, say):
         raise ValueError(f"--batch-size {args.batch_size} must be a multiple of the number of processes, {processes}, and each "
                          f"one's share a multiple of --micro-batch {args.micro_batch or share}")
     out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, and a run needs a folder")
     if not (args.resume or args.check_data) and (out / "checkpoint.pt").exists():
         raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
     if not (args.resume or args.check_data) and out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
@@ -1318,7 +1327,9 @@ def begin(run):
         try:
             for name in PARTS:
                 getattr(run, name).load_state_dict(checkpoint[name])
-            run.window += checkpoint["window"].to(run.device) * (run.rank == 0)     # it holds the sums of all processes
+            window = checkpoint["window"].to(run.device)
+            run.window += window * (run.rank == 0)                                  # it holds the sums of all processes
+            run.window[IN_A_ROW] = window[IN_A_ROW]
             run.weights = checkpoint["weights"].to(run.device)
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"--resume: {run.out / 'checkpoint.pt'} is damaged: {sample.first_line(error)}") from None
@@ -1441,11 +1452,11 @@ def train(run, start):
         paused = time.time()
         if fid:
             measure_fid(run, done)
-        if save:
-            save_checkpoint(run, done)
         if run.rank == 0 and draw:
             draw_samples(run, done)
             draw_curves({run.out.name: run.out}, run.out / "curves.png")
+        if save:                                            # last, so that a run killed before it does the rest again
+            save_checkpoint(run, done)
         progress.pause(time.time() - paused)
         if stopped:
             return stopped
@@ -1484,6 +1495,7 @@ def main():
             return say(f"{run.out} is done: it is at step {start:,} of {args.steps:,}; --steps goes further")
         say(describe(run, start))
         stopped = train(run, start)
+        sample.wait_for_all()
         terminal = "\n" if sys.stdout.isatty() else ""
         if stopped:
             say(f"{terminal}stopped; train.py --out {run.out} --resume goes on from here")
@@ -1497,8 +1509,8 @@ def main():
         parser.exit(1, f"train.py: {error}\n" if rank == 0 else None)
     except (ValueError, OSError) as error:
         parser.exit(2, f"train.py: {error}\n" if rank == 0 else None)
-    except RuntimeError as error:
-        if "alloc" not in str(error) and "out of memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not sample.out_of_memory(error):
             raise
         parser.exit(2, "train.py: out of memory: a smaller --micro-batch, --checkpointing or a smaller model needs less\n")
     finally:

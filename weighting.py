@@ -45,7 +45,7 @@ def loss_weight(snr, weighting="min-snr", gamma=5.0, prediction="x0"):
     """The weight on the squared error of `prediction` at signal-to-noise ratio `snr`.   Hang et al. 2023, Section 3.4.
 
     snr: float tensor of any shape, >= 0.   Returns a tensor of the same shape and dtype, finite and > 0 for every SNR
-    that a schedule reaches.   ValueError: unknown weighting or prediction, gamma not a positive number,
+    that a schedule reaches (p2 with a large gamma excepted, which may underflow to 0).   ValueError: unknown weighting or prediction, gamma not a positive number,
     a weighting that gives negative weights.
 
     At SNR = 0 exactly (a schedule with zero terminal SNR) the weight is 1 where the formula gives 0, 0/0 or infinity,
@@ -251,7 +251,7 @@ def open_run(path, bins):
     data = load_data_once(args, print)
     if (tuple(data.shape), data.classes or []) != (tuple(config["data"]["shape"]), list(config["data"]["classes"])):
         raise ValueError(f"--data {args.data} must be what {path} was trained on, but its size or classes have changed")
-    starts = [timesteps * k // bins for k in range(bins + 1)]
+    starts = [-(-timesteps * k // bins) for k in range(bins + 1)]
     error_scale = CHANGE_OF_VARIABLE[diffusion.prediction](diffusion.snr).float().to(device)
     return SimpleNamespace(model=model.to(device), diffusion=diffusion, data=data, args=args, device=device, bins=bins,
                            error_scale=error_scale, starts=starts[:-1], middles=[timesteps * (k + 0.5) / bins for k in range(bins)],

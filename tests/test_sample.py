@@ -297,6 +297,9 @@ def test_killed_run_goes_on_to_the_same_file(command, runs):
         assert 0 < finished() < 240
         assert command("sample.py", *flags, "--out", out, "--seed", "1").returncode == 2                # other images than those
         assert command("sample.py", *flags, "--out", out).returncode == 0
+        if out == "folder/":                                                    # nothing is missing: the same command has nothing to do
+            done = command("sample.py", *flags, "--out", out)
+            assert done.returncode == 0 and "(0 images" in done.stdout, done.stderr
     killed = np.load(runs / "killed.npz")
     assert np.array_equal(whole["arr_0"], killed["arr_0"]) and np.array_equal(whole["arr_1"], killed["arr_1"])
     for k in (0, 239):
@@ -426,6 +429,11 @@ MISTAKES = [
     (["run", "--out", "x.jpg"], "x.jpg must end in"),
     (["run", "--decoder", "foreign.pt"], "--decoder"),
     (["run", "--weights", "foreign.pt"], "--preset"),
+    (["run", "--preset", "digits"], "--preset has no effect without --weights"),
+    (["run", "--attention-order", "legacy"], "--attention-order has no effect without --weights"),
+    (["run", "--cache", "x"], "--cache has no effect without --fid"),
+    (["run", "--features", "x.pt"], "--features has no effect without --fid"),
+    (["--weights", "adm.pt", "--preset", "cifar10-uvit-s"], "do not fit"),
     (["--weights", "foreign.pt", "--preset", "digits"], "cannot be read safely"),
     (["--weights", "other.pt", "--preset", "nothing"], "--preset 'nothing'"),
     (["--weights", "other.pt", "--preset", "cifar10-uvit-s"], "do not fit"),
@@ -440,6 +448,7 @@ MISTAKES = [
 def test_mistakes_are_answered_by_one_line_and_nothing_is_written(command, runs):
     (runs / "foreign.pt").write_bytes(b"nothing")
     torch.save({"a": torch.zeros(2)}, runs / "other.pt")
+    torch.save({"out.2.weight": torch.zeros(6, 8, 3, 3)}, runs / "adm.pt")
     changed = torch.load(runs / "run/checkpoint.pt", weights_only=True)
     changed["config"]["model"]["channels"] = 16
     torch.save(changed, runs / "changed.pt")

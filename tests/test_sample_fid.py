@@ -19,7 +19,8 @@ from diffusion import Denoiser
 
 SMALL = ("--size", "8", "--channels", "8", "--channel-mult", "1,2", "--attention", "4", "--heads", "2", "--batch-size", "8",
          "--log-every", "2", "--sample-every", "0", "--save-every", "2", "--device", "cpu", "--precision", "fp32")
-DRAW = ("--steps", "3", "--device", "cpu", "--precision", "fp32", "--features", "features.pt")
+MEASURE = ("--device", "cpu", "--features", "features.pt")
+DRAW = (*MEASURE, "--steps", "3", "--precision", "fp32")
 
 
 class Features(torch.nn.Module):
@@ -275,9 +276,12 @@ def test_a_run_draws_then_is_measured(command, trained):
     fid, out = fid_of(done), trained / "run/samples.npz"
     assert np.load(out)["arr_0"].shape == (20, 8, 8, 3)
     assert done.stdout.count("\n") == 4 and "of 3x8x8" in done.stdout
-    for again in (("run", "--out", "folder", "--count", "20", "--batch-size", "3"), (out,)):
-        reference = "train" if "--out" in again else "pictures.npz"
-        assert fid_of(command("sample.py", *again, *DRAW, "--fid", reference)) == pytest.approx(fid, rel=1e-4)
+    for again in (("run", "--out", "folder", "--count", "20", "--batch-size", "3", *DRAW, "--fid", "train"), (out, *MEASURE, "--fid", "pictures.npz")):
+        assert fid_of(command("sample.py", *again)) == pytest.approx(fid, rel=1e-4)
+    moved = ("run", "--count", "20", *DRAW, "--fid", "train", "--out", "folder")
+    assert fid_of(command("sample.py", *moved, "--cache", "elsewhere")) == pytest.approx(fid, rel=1e-4) and any((trained / "elsewhere").iterdir())
+    done = command("sample.py", "run", "--count", "20", *DRAW, "--fid", "train")            # known before the reference is measured
+    assert done.returncode == 2 and "samples.npz exists already" in done.stderr and done.stdout == ""
 
 
 def test_two_processes_measure_as_one(command, trained):
@@ -313,8 +317,11 @@ MISTAKES = [
     (("damaged", "--fid", "pictures.npz", "--features", "features.pt"), "a.png cannot be read"),
     (("empty", "--fid", "pictures.npz", "--features", "features.pt"), "empty holds no images"),
     (("run", "--fid", "train", "--out", "grid.png", "--features", "features.pt"), "--out grid.png: FID"),
-    (("run", "--features", "features.pt"), "--features goes with --fid"),
+    (("run", "--features", "features.pt"), "--features has no effect without --fid"),
     (("run", "--interpolate", "1", "1"), "--interpolate needs"),
+    (("run", "--interpolate", "1", "2", "--path"), "--path has no effect beside --interpolate"),
+    (("a.npz", "--fid", "pictures.npz", "--features", "features.pt", "--count", "5"), "--count has no effect where images are measured"),
+    (("notes.zip", "--fid", "pictures.npz", "--features", "features.pt"), "notes.zip cannot be read"),
     (("run", "--path", "--out", "x.npz"), "one picture"),
 ]
 
@@ -330,6 +337,7 @@ def test_mistakes_are_one_line(command, trained, tmp_path):
     np.savez(tmp_path / "other.npz", x=1, y=2)
     np.savez(tmp_path / "wide.npz", mu=np.zeros(7), sigma=np.eye(7))
     np.save(tmp_path / "latents.npy", np.zeros((4, 4, 8, 8), np.float32))
+    (tmp_path / "notes.zip").write_bytes(b"no archive")
     (tmp_path / "torn.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:300])
     for name, files in ("mixed", (("a.png", 8), ("b.png", 9))), ("damaged", (("a.png", 8),)), ("empty", ()):
         (tmp_path / name).mkdir()

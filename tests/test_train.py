@@ -84,6 +84,7 @@ def test_a_run_leaves_what_the_readme_promises(command, pictures, tmp_path):
     assert sorted(path.name for path in (run / "samples").iterdir()) == ["step_0000003.png", "step_0000006.png"]
     for picture in [*run.glob("samples/*.png"), run / "curves.png"]:
         read_picture(picture)
+    assert (run / "checkpoint.pt").stat().st_mtime_ns >= (run / "curves.png").stat().st_mtime_ns        # a kill between them loses no picture
     log = train.read_log(run / "log.csv")
     assert log["step"] == [2, 4, 6] and log["images"] == [16, 32, 48]
     config = json.loads((run / "config.json").read_text())
@@ -297,6 +298,34 @@ def test_logged_errors_are_errors_of_x0():
     torch.testing.assert_close(run.error_scale, run.diffusion.snr.float())
 
 
+def test_bad_steps_are_left_out_of_the_log_and_counted_across_its_rows():
+    """fp16 may skip steps while its scaler looks for a scale, but not for ever, however often a row is written."""
+    run, nan, inf = tiny_run(), torch.tensor(math.nan), torch.tensor(math.inf)
+    run.scaler = torch.amp.GradScaler("cpu")
+    t = torch.tensor([0, 999])
+
+    def add(loss, norm, *errors):
+        train.add_to_window(run.window, torch.as_tensor(loss), torch.tensor(errors), torch.as_tensor(norm), t * train.BINS // 1000)
+
+    add(1.0, 2.0, 1.0, 3.0), add(inf, nan, 1.0, math.inf), add(5.0, inf, 1.0, 3.0), add(3.0, 4.0, 1.0, 3.0)
+    row = train.take_row(run, 4, 1.0)
+    assert (row["loss"], row["grad_norm"], row["skipped"], row["error_0"], row["error_3"]) == (2, 3, 2, 1, 3)
+    assert not run.window.any()                                         # the good step has ended the row of bad ones
+    for step in range(5, 4 + train.MAY_SKIP):
+        add(nan, nan, 1.0, math.nan)
+        train.check_finite(run, step)
+        if step % 10 == 0:
+            assert math.isnan(train.take_row(run, step, 1.0)["loss"])
+    add(nan, nan, math.nan, math.nan)
+    with pytest.raises(FloatingPointError, match=r"step 5: nan or infinity in the loss at t in \[750, 1000\)\."):
+        train.check_finite(run, 4 + train.MAY_SKIP)
+    run.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run.window.zero_()
+    add(1.0, nan, 1.0, 1.0)
+    with pytest.raises(FloatingPointError, match="step 7: nan or infinity in the gradient, while the loss was finite"):
+        train.check_finite(run, 7)
+
+
 def test_compare_draws_several_runs(command, pictures, tmp_path):
     for name, weighting in ("a", "min-snr"), ("b", "constant"):
         assert command("train.py", "--data", pictures, *TINY, "--steps", "4", "--weighting", weighting, "--out", name).returncode == 0
@@ -307,6 +336,17 @@ def test_compare_draws_several_runs(command, pictures, tmp_path):
 def test_sampling_and_logging_do_not_change_the_training(command, pictures, tmp_path):
     assert command("train.py", "--data", pictures, *TINY, "--steps", "4", "--out", "a").returncode == 0
     assert command("train.py", "--data", pictures, *TINY, "--steps", "4", "--out", "b", "--sample-every", "1", "--save-every", "1").returncode == 0
+    assert_same_training(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("flags", [[], ["--weighting", "ugd", "--pareto-bins", "2"], ["--backbone", "uvit", "--width", "16", "--depth", "2"]])
+def test_activation_checkpointing_in_bf16(command, pictures, tmp_path, flags):
+    """What is computed again must find the attention kernels of the forward pass, which are others in bf16 on a CPU."""
+    model = [] if "uvit" in flags else ["--channels", "8", "--channel-mult", "1,2", "--attention", "4"]
+    for name, more in ("a", []), ("b", ["--checkpointing"]):
+        done = command("train.py", "--data", pictures, "--size", "8", "--heads", "2", "--batch-size", "4", "--sample-every", "0", "--device", "cpu",
+                       "--precision", "bf16", "--steps", "2", *model, *flags, *more, "--out", name)
+        assert done.returncode == 0, done.stderr
     assert_same_training(tmp_path / "a", tmp_path / "b")
 
 
@@ -615,6 +655,9 @@ MISTAKES = [
     (["--betas", "0.9"], "--betas"),
     (["--betas", "0.9,1.0"], "--betas must be a number in [0, 1), not 1.0"),
     (["--fid-every", "1", "--fid-count", "1"], "--fid-count must be"),
+    (["--fid-count", "50"], "--fid-count has no effect with a run without --fid-every"),
+    (["--heads", "2", "--head-channels", "8"], "--heads has no effect with --head-channels 8"),
+    (["--compare", "trained", "--steps", "5"], "--steps has no effect with --compare"),
     (["--features", "f.pt"], "--features has no effect with a run without --fid-every"),
     (["--weighting", "constant", "--gamma", "3"], "--gamma has no effect with --weighting constant"),
     (["--skip-scaling", "ls", "--kappa", "0.5"], "--kappa has no effect with --skip-scaling ls"),
@@ -686,11 +729,12 @@ MISTAKES = [
     (["--weights", "nothing.pt"], "nothing.pt does not exist"),
     (["--weights", "notes.txt"], "notes.txt cannot be read"),
     (["--weights", "trained/checkpoint.pt"], "is not a dict of tensors"),
-    (["--compare", "nowhere"], "nowhere"),
+    (["--compare", "nowhere"], "nowhere/log.csv does not exist"),
     # the machine
     (["--device", "cuda"], "--device cuda is not available"),
     (["--precision", "fp16", "--device", "cpu"], "--precision fp16 needs a GPU"),
     (["--out", "notes.txt/run"], "notes.txt"),
+    (["--out", "notes.txt"], "--out notes.txt is a file"),
     (["--cache", "notes.txt/cache"], "notes.txt"),
 ]
 
@@ -721,7 +765,7 @@ def test_mistakes_are_answered_by_one_line_and_nothing_is_written(command, works
     for flags, cause in MISTAKES:
         if flags == ["--device", "cuda"] and torch.cuda.is_available():
             continue
-        done = command("train.py", "--steps", "1", *flags)
+        done = command("train.py", *(("--steps", "1") if "--compare" not in flags else ()), *flags)
         fine = done.returncode == 2 and done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1 and cause in done.stderr
         if not fine:
             wrong.append((flags, done.returncode, done.stderr[-500:]))
@@ -741,6 +785,9 @@ def test_environment_mistakes(command, workshop):
     printed = run.communicate(timeout=60)[0]
     assert run.returncode != 0 and printed.count("--batch-size 5 must be a multiple of the number of processes, 2") == 1
     assert not (workshop / "run").exists()
+    run = launch(workshop, "--data", "nan.npy", "--size", "8", "--out", "run", processes=2)          # only one process reads the data
+    printed = run.communicate(timeout=60)[0]
+    assert run.returncode != 0 and printed.count("not finite") == 1 and "train.py\", line" not in printed, printed
 
 
 def test_no_permission_to_write(command, pictures, tmp_path):

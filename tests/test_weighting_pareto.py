@@ -385,7 +385,7 @@ def test_the_lesson_on_a_run(command, pictures, tmp_path):
     assert first.returncode == 0 and first.stderr == "", first.stderr
     assert all(f"\n({part}) " in first.stdout for part in "abcd") and "nan" not in first.stdout
     assert all(f"\n{name} " in first.stdout for name in [*WEIGHTINGS, "ugd", "frank-wolfe"])
-    assert "      only [0, 333)   only [666, 1000)\n" in first.stdout
+    assert "      only [0, 334)   only [667, 1000)\n" in first.stdout
     read_picture(tmp_path / "runs/a/weighting.png")
     same = command("weighting.py", "--run", "runs/a/checkpoint.pt", "--bins", "3", "--steps", "2", "--tune", "0", "2")
     assert same.stdout == first.stdout
