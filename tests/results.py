@@ -102,8 +102,9 @@ def keep_logs(arm, args):
     wanted = [k for k, name in enumerate(header) if name in train.COLUMNS or name.startswith("decoder_norm_")]
     thin = rows[::-1][::max(1, len(rows) // 100)][::-1]                     # the last row stays
     (kept / "log.csv").write_text("".join(",".join(row[k] for k in wanted) + "\n" for row in [header, *thin]))
-    if (run / "fid.csv").exists():
-        (kept / "fid.csv").write_text((run / "fid.csv").read_text())
+    for name in "fid.csv", "pareto.csv":
+        if (run / name).exists():
+            (kept / name).write_text((run / name).read_text())
 
 
 def steps_to_reach(steps, values, goal):
