@@ -942,10 +942,12 @@ def build_parser():
     p.add_argument("--labels", help="class names or numbers separated by commas, taken in turn; 'none' for no label "
                                     "(default: all classes in turn)")
     p.add_argument("--solver", choices=SOLVERS, default="heun", help="how the ODE is followed")
-    p.add_argument("--steps", type=number("[1, 1000]", int), default=18, help="noise levels, of which those that fall on the same timestep are one; heun calls the model twice for each but the last")
+    p.add_argument("--steps", type=number("[1, 1000]", int), default=18, help="noise levels, equal ones counted once; heun calls the model "
+                                                                              "twice for each but the last")
     p.add_argument("--churn", type=number("[0, inf)"), default=0.0, help="S_churn of Karras et al. 2022, 0 = deterministic")
     p.add_argument("--guidance", type=number("(-inf, inf)"), default=1.0, help="s in D_none + s (D_label - D_none), 1 = off")
-    p.add_argument("--guidance-interval", type=number("[0, 1000)", int), nargs=2, metavar=("FIRST", "LAST"), help="timesteps that are guided, 0 = cleanest")
+    p.add_argument("--guidance-interval", type=number("[0, 1000)", int), nargs=2, metavar=("FIRST", "LAST"),
+                   help="timesteps that are guided, 0 = cleanest")
     p.add_argument("--raw", action="store_true", help="the weights of the last step instead of their moving average (EMA)")
     p.add_argument("--weights", metavar="FILE", help="published weights, with --preset instead of a run")
     p.add_argument("--preset", help="the setting of train.py that describes --weights")
@@ -956,7 +958,8 @@ def build_parser():
     p.add_argument("--features", metavar="NETWORK", help=f"of --fid: TorchScript file (default: {INCEPTION} in --cache, fetched if need be)")
     p.add_argument("--cache", default="cache", metavar="DIR", help="of --fid: where decoded references and their statistics are kept")
     p.add_argument("--data-dir", default="cifar10", metavar="DIR", help="of --fid cifar10: where it lies, or is put")
-    p.add_argument("--interpolate", type=number("[0, 1e9]", int), nargs=2, metavar=("A", "B"), help="draw the way from the noise of image A of this seed to B's, with A's label")
+    p.add_argument("--interpolate", type=number("[0, 1e9]", int), nargs=2, metavar=("A", "B"),
+                   help="draw the way from the noise of image A of this seed to B's, with A's label")
     p.add_argument("--path", action="store_true", help="draw a film strip of the denoised image along sampling")
     p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute")
     p.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="precision of products")
@@ -1055,7 +1058,8 @@ class Decoder:
         try:
             return to_uint8(self.network(x.float().to(self.device) / LATENT_SCALE))
         except RuntimeError as error:                       # TorchScript gives the reason last, after a long trace
-            raise ValueError(f"--decoder {self.file} fails on latents of {tuple(x.shape[1:])}: {str(error).strip().splitlines()[-1]}") from None
+            reason = str(error).strip().splitlines()[-1]
+            raise ValueError(f"--decoder {self.file} fails on latents of {tuple(x.shape[1:])}: {reason}") from None
 
 
 def sampler_options(args):

@@ -159,7 +159,8 @@ def solve_weights(run, step):
     """Put Pareto-optimal weights on bins of timesteps into run.weights.   -> (bins,) weights on the x_0 loss, mean 1
 
     Each bin is a task: the squared error of x_0 at its timesteps. All see the same images and noise, those of places behind
-    the global batch, which this step does not train on (the next one does, with other noise). One process solves, so that all have the same weights.
+    the global batch, which this step does not train on (the next one does, with other noise). One process solves, so that
+    all have the same weights.
     """
     args, timesteps, bins = run.args, run.diffusion.timesteps, run.args.pareto_bins
     table = torch.zeros(bins, device=run.device)
@@ -1158,7 +1159,8 @@ def check_args(args, given):
              ("kappa", uses_kappa(args.skip_scaling), f"--skip-scaling {args.skip_scaling}, which has no kappa"),
              *((f"pareto_{what}", args.weighting in PARETO_SOLVERS, f"--weighting {args.weighting}: its weights are not solved for")
                for what in ("every", "bins", "regularization")),
-             ("attention_order", args.weights, "a fresh start: it is of --weights"), *((name, args.fid_every, "a run without --fid-every") for name in ("features", "fid_count")),
+             ("attention_order", args.weights, "a fresh start: it is of --weights"),
+             *((name, args.fid_every, "a run without --fid-every") for name in ("features", "fid_count")),
              ("heads", not args.head_channels, f"--head-channels {args.head_channels}"),
              *((name, not args.compare, "--compare, which only draws") for name in given if name not in ("compare", "out")),
              ("label_dropout", not args.unconditional, "--unconditional"), ("data_dir", args.data == "cifar10", f"--data {args.data}")]
@@ -1452,11 +1454,11 @@ def train(run, start):
         paused = time.time()
         if fid:
             measure_fid(run, done)
+        if save:                                            # before the pictures: none of them is worth a checkpoint
+            save_checkpoint(run, done)
         if run.rank == 0 and draw:
             draw_samples(run, done)
             draw_curves({run.out.name: run.out}, run.out / "curves.png")
-        if save:                                            # last, so that a run killed before it does the rest again
-            save_checkpoint(run, done)
         progress.pause(time.time() - paused)
         if stopped:
             return stopped

@@ -45,8 +45,8 @@ def loss_weight(snr, weighting="min-snr", gamma=5.0, prediction="x0"):
     """The weight on the squared error of `prediction` at signal-to-noise ratio `snr`.   Hang et al. 2023, Section 3.4.
 
     snr: float tensor of any shape, >= 0.   Returns a tensor of the same shape and dtype, finite and > 0 for every SNR
-    that a schedule reaches (p2 with a large gamma excepted, which may underflow to 0).   ValueError: unknown weighting or prediction, gamma not a positive number,
-    a weighting that gives negative weights.
+    that a schedule reaches (p2 with a large gamma excepted, which may underflow to 0).   ValueError: unknown weighting or
+    prediction, gamma not a positive number, a weighting that gives negative weights.
 
     At SNR = 0 exactly (a schedule with zero terminal SNR) the weight is 1 where the formula gives 0, 0/0 or infinity,
     as in the authors' code: otherwise the terminal step would never be trained.

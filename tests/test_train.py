@@ -84,7 +84,6 @@ def test_a_run_leaves_what_the_readme_promises(command, pictures, tmp_path):
     assert sorted(path.name for path in (run / "samples").iterdir()) == ["step_0000003.png", "step_0000006.png"]
     for picture in [*run.glob("samples/*.png"), run / "curves.png"]:
         read_picture(picture)
-    assert (run / "checkpoint.pt").stat().st_mtime_ns >= (run / "curves.png").stat().st_mtime_ns        # a kill between them loses no picture
     log = train.read_log(run / "log.csv")
     assert log["step"] == [2, 4, 6] and log["images"] == [16, 32, 48]
     config = json.loads((run / "config.json").read_text())
