@@ -89,6 +89,9 @@ for line in sys.stdin:
         os.environ.update(job["env"])
         if job["largest_file"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+        if job["memory"]:
+            held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (held + job["memory"],) * 2)
         sys.argv, code = job["command"], 1
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -115,13 +118,14 @@ def command_server():
         server.stdin.close()
 
 
-def run_command(server, folder, file, *arguments, kill_after=None, largest_file=None, **env):
+def run_command(server, folder, file, *arguments, kill_after=None, largest_file=None, memory=None, **env):
     """Run one of the project's commands in a folder, as a process of its own.   -> CompletedProcess
 
-    kill_after: seconds until SIGKILL   largest_file: bytes after which a write fails, as on a full disk   env: variables
+    kill_after: seconds until SIGKILL   largest_file: bytes after which a write fails, as on a full disk
+    memory: bytes that it may take beyond those it starts with   env: variables
     """
     job = {"command": [str(ROOT / file), *map(str, arguments)], "cwd": str(folder), "env": env, "kill_after": kill_after,
-           "largest_file": largest_file, "stdout": str(folder / "stdout"), "stderr": str(folder / "stderr")}
+           "largest_file": largest_file, "memory": memory, "stdout": str(folder / "stdout"), "stderr": str(folder / "stderr")}
     server.stdin.write(json.dumps(job) + "\n")
     server.stdin.flush()
     code = int(server.stdout.readline())

@@ -385,6 +385,16 @@ def test_decoder_turns_latents_into_pictures(command, tmp_path):
     latents, images = np.load(tmp_path / "latents.npz")["arr_0"], np.load(tmp_path / "images.npz")["arr_0"]
     expected = ((latents[:, :3].transpose(0, 2, 3, 1) + 1) * 127.5).round().clip(0, 255).repeat(2, 1).repeat(2, 2)
     assert images.shape == (2, 16, 16, 3) and abs(images - expected).max() <= 1
+    save_torchscript(torch.nn.Conv2d(3, 3, 1), tmp_path / "wrong.pt")
+    done = command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "wrong.npz", "--decoder", "wrong.pt")
+    assert done.returncode == 2 and "--decoder wrong.pt fails on latents of (4, 8, 8)" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_out_of_memory_is_one_line(command, runs):
+    done = command("sample.py", "run", "--count", "8000", "--batch-size", "8000", "--steps", "1", "--device", "cpu", "--precision", "fp32",
+                   "--out", "x/", memory=100_000_000)
+    assert done.returncode == 2 and done.stderr == "sample.py: out of memory: a smaller --batch-size needs less\n", done.stderr
 
 
 def test_weights_are_cast_once_for_all_calls_of_a_batch(runs):
