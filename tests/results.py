@@ -63,6 +63,9 @@ SCALED = {
     "uvit-harder": f"{DEEP_UVIT} {HARD} --lr 1e-2",
 }
 SCALED |= {f"{name}-seed-1": f"{SCALED[name]} --seed 1" for name in ("unet-hard", "unet-harder")}
+SEEDS = range(1, 4)     # beside 0; in bf16, which spares time where it is native
+for seed in SEEDS:
+    ARMS |= {f"{arm}-seed-{seed}": f"{ARMS[arm]} --seed {seed} --precision bf16" for arm in ("constant", "min-snr")}
 for name, flags in SCALED.items():
     ARMS |= {f"{name}-{mode}": f"{PROBED} {flags} --skip-scaling {choice}" for mode, choice in SCALINGS.items()}
 
@@ -73,6 +76,7 @@ GROUPS = {
     "eps": ["eps-snr", "eps-min-snr"],
     "v": ["v-snr+1", "v-min-snr"],
     "together": ["neither", "constant", "min-snr-none", "min-snr"],             # neither, scaling alone, weighting alone, both
+    "seeds": ["constant", "min-snr", *(f"{arm}-seed-{seed}" for seed in SEEDS for arm in ("constant", "min-snr"))],
     **{name: [f"{name}-{mode}" for mode in SCALINGS] for name in SCALED},
 }
 
@@ -141,6 +145,23 @@ def draw_quality(group):
         print(f"| {arm} |" + "".join(f" {fid:.2f} |" for fid in log["fid"]) + f" {times[arm]} |")
     return [{"title": "Frechet distance of EMA samples", "x": "steps", "log_y": True,
              "lines": {arm: (log["step"], log["fid"]) for arm, log in logs.items()}}]
+
+
+def draw_seeds(group):
+    """Print for each seed by how much min-snr is ahead of constant, and the means of both; draw them along the steps."""
+    logs, arms = kept_logs(group, "fid.csv", train.FID_COLUMNS), GROUPS[group]
+    steps = logs[arms[0]]["step"]
+    pairs = {f"seed {seed}": [logs[arm]["fid"] for arm in pair] for seed, pair in enumerate(zip(arms[::2], arms[1::2]))
+             if all(arm in logs and logs[arm]["step"] == steps for arm in pair)}
+    leads = {seed: np.subtract(*pair) for seed, pair in pairs.items()}
+    plain, other = np.mean([*pairs.values()], 0)
+    errors = np.std([*leads.values()], 0, ddof=1) / len(leads)**0.5
+    print(f"| {len(leads)} seeds |" + "".join(f" {step:,.0f} steps |" for step in steps))
+    for name, values in {"constant, mean": plain, "min-snr, mean": other, "min-snr ahead by": plain - other, "standard error": errors, **leads}.items():
+        print(f"| {name} |" + "".join(f" {value:.2f} |" for value in values))
+    return [{"title": f"Frechet distance, mean of {len(leads)} seeds", "x": "steps", "log_y": True,
+             "lines": {"constant": (steps, plain), "min-snr": (steps, other)}},
+            {"title": "min-snr ahead of constant by", "x": "steps", "lines": {seed: (steps, lead) for seed, lead in leads.items()}}]
 
 
 def smooth(values):
@@ -235,7 +256,8 @@ def main():
         for arm in GROUPS[group]:
             run_arm(arm, args)
         if not args.print:
-            panels = (draw_quality if "--fid-every" in ARMS[GROUPS[group][0]] else draw_scaling)(group)
+            draw = draw_seeds if group == "seeds" else draw_quality if "--fid-every" in ARMS[GROUPS[group][0]] else draw_scaling
+            panels = draw(group)
             sample.save_picture(sample.line_chart(panels), KEPT / f"{group}.png")
             print(f"look at {KEPT / group}.png")
 
