@@ -14,6 +14,7 @@ down to sigma = 0. D is diffusion.Denoiser.
 
 import argparse
 import csv
+import fcntl
 import hashlib
 import http.client
 import itertools
@@ -27,6 +28,7 @@ import time
 import urllib.request
 import warnings
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -79,7 +81,7 @@ def dpmpp_2m_step(denoise, x, s, s_next, last):
     return s_next / s * x - math.expm1(-h) * extrapolated, x0
 
 
-# To try a new sampler, write such a step and add a line.
+# To try a new sampler, write such a step and add a line, and its name to MULTISTEP if it looks at `last`.
 SOLVERS = {"heun": heun_step, "euler": euler_step, "dpm++2m": dpmpp_2m_step}
 MULTISTEP = {"dpm++2m"}         # those that look at `last`: with churn it would not lie on the way
 
@@ -135,8 +137,9 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
 # Models
 
 def first_line(error):
-    """What an exception says in a line; some say nothing, and torch goes on with advice that is none for a damaged file."""
-    return (str(error) or type(error).__name__).splitlines()[0].partition(". ")[0]
+    """What an exception says in a line; some say nothing or a bare number, and torch goes on with advice that is none for a damaged file."""
+    text, kind = str(error), type(error).__name__
+    return (text if " " in text else f"{kind} {text}".strip()).splitlines()[0].partition(". ")[0]
 
 
 def out_of_memory(error):
@@ -145,7 +148,9 @@ def out_of_memory(error):
 
 def torch_load(file):
     """torch.load of plain values alone; what is not used of a file stays unread, unless it is of PyTorch's older format."""
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)                            # TorchScript: the error that follows says it too
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def load_torchscript(flag, file, device):
@@ -192,12 +197,15 @@ def load_model(path, raw=False):
     """
     checkpoint = load_checkpoint(path)
     config = checkpoint["config"]
-    model = build_model(config["model"])
+    try:
+        model, diffusion = build_model(config["model"]), Diffusion(**config["diffusion"])
+    except (KeyError, TypeError, ValueError) as error:      # written by other code, or by hand
+        raise ValueError(f"{path} describes a model or a diffusion that this code does not know: {first_line(error)}") from None
     try:
         model.load_state_dict(checkpoint["model" if raw else "ema"])
     except RuntimeError as error:
         raise ValueError(f"{path} holds weights of another architecture: {' '.join(str(error).split())[:300]}") from None
-    return model.eval(), Diffusion(**config["diffusion"]), {**config, "step": checkpoint["step"]}
+    return model.eval(), diffusion, {**config, "step": checkpoint["step"]}
 
 
 def read_weights(file):
@@ -357,8 +365,11 @@ def save_picture(picture, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    picture.save(temporary, format="PNG")
-    os.replace(temporary, path)
+    try:
+        picture.save(temporary, format="PNG")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def image_grid(images, columns, gap=2):
@@ -502,6 +513,19 @@ def axis_range(values, log):
 # ---------------------------------------------------------------------------------------------------------------------
 # Output that survives a kill: finished images are kept, and the same command goes on with the rest
 
+def lock(out):
+    """Claim a folder until this process ends.   -> a handle to be kept   ValueError: another process works there"""
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{out} is in use: another process works there") from None
+    except OSError:                                         # some network file systems have no locks
+        pass
+    return handle
+
+
 class FolderStore:
     """A folder with 000000.png, 000001.png ... and labels.csv, which says label, class and seed of each."""
 
@@ -516,7 +540,8 @@ class FolderStore:
         with open(self.out / "labels.csv", "w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["file", "label", "class", "seed"])
-            for k in range(self.count):
+            drawn = [int(path.stem) for path in self.out.glob("[0-9]*.png") if path.stem.isdecimal()]
+            for k in range(max([self.count - 1, *drawn]) + 1):                  # an earlier command may have asked for more
                 label = self.settings["labels"][k % len(self.settings["labels"])] if self.settings["labels"] else ""
                 name = self.settings["classes"][label] if label != "" and label < len(self.settings["classes"]) else ""
                 rows.writerow([f"{k:06d}.png", label, name, self.settings["seed"]])
@@ -540,7 +565,7 @@ class ArrayStore:
         self.partial = Path(f"{out}.partial")
 
     def create(self):
-        self.partial.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(self.partial)
         keep_settings(self.partial / "settings.json", self.settings)
         dtype = np.float32 if self.settings["latents"] else np.uint8
         for name, dtype, shape in ("images", dtype, (self.count, *self.shape)), ("done", np.bool_, (self.count,)):
@@ -732,6 +757,10 @@ def feature_statistics(network, read, count, batch_size, rank=0, processes=1):
     return origin + total / count, (products - total.outer(total) / count) / (count - 1), kept
 
 
+# what reading a torn, encrypted or foreign array or archive raises
+UNREADABLE = (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
 class ImageFiles:
     """The images of a folder or .zip, all of one size: files.shape (N, H, W, 3), files[indices] -> (B, H, W, 3) uint8."""
 
@@ -776,7 +805,7 @@ def open_images(path, cache):
         return ImageFiles(path)
     try:
         images, _, _ = open_array(SimpleNamespace(data=path, cache=cache))
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path} is not an array of images: {error}") from None
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise ValueError(f"{path} holds {images.dtype} of shape {images.shape}; images are uint8, (N, H, W, C)")
@@ -811,7 +840,7 @@ def published_statistics(file):
             if {"mu", "sigma"} <= set(content.files):
                 return content["mu"], content["sigma"]
             names = content.files
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         raise ValueError(f"--fid {file} cannot be read: {error}") from None
     if not {"arr_0", "images"} & set(names):                # what train.py takes for images
         raise ValueError(f"--fid {file} holds {', '.join(names)}: neither mu and sigma nor images (arr_0)")
@@ -833,9 +862,11 @@ def reference_statistics(args, config, network, shape, rank, processes):
 
 
 def known_statistics(images, network, cache, batch_size, rank=0, processes=1):
-    """feature_statistics of a mapped array of images, computed once and kept in the cache folder as an .npz with mu and sigma."""
+    """feature_statistics of images, those of a mapped file computed once and kept in the cache folder as an .npz with mu and sigma."""
     from train import source
 
+    if not isinstance(images, np.memmap):                   # a source that keeps its images in memory
+        return feature_statistics(network, images.__getitem__, len(images), batch_size, rank, processes)
     key = repr((source(images.filename), images.shape, network.digest))
     file = Path(cache) / f"fid-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     known = torch.tensor([file.exists()])
@@ -1017,6 +1048,8 @@ def check_effect(args, drawing):
         why |= dict.fromkeys(("preset", "attention_order"), "without --weights FILE")
     if not args.fid:
         why |= dict.fromkeys(("features", "cache", "data_dir"), "without --fid REFERENCE")
+    if args.path or args.interpolate:
+        why |= {"batch_size": "on a strip, which is drawn at once"}
     if args.interpolate:
         why |= {"path": "beside --interpolate"}
     for name in given:

@@ -14,7 +14,6 @@ import argparse
 import colorsys
 import copy
 import csv
-import fcntl
 import hashlib
 import io
 import json
@@ -931,7 +930,7 @@ def open_array(args):
 def load_array(args, say):
     try:
         array, labels, classes = open_array(args)
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except sample.UNREADABLE as error:
         raise ValueError(f"--data {args.data} is not an array to train on: {error}") from None
     if array.dtype.kind == "f":
         if array.ndim != 4 or array.shape[2:] != args.size or args.gray or args.crop:
@@ -1163,7 +1162,8 @@ def check_args(args, given):
              *((name, args.fid_every, "a run without --fid-every") for name in ("features", "fid_count")),
              ("heads", not args.head_channels, f"--head-channels {args.head_channels}"),
              *((name, not args.compare, "--compare, which only draws") for name in given if name not in ("compare", "out")),
-             ("label_dropout", not args.unconditional, "--unconditional"), ("data_dir", args.data == "cifar10", f"--data {args.data}")]
+             ("label_dropout", not args.unconditional, "--unconditional"), ("data_dir", args.data in SOURCES and args.data != "digits", f"--data {args.data}"),
+             ("skip_damaged", Path(args.data or "").suffix.lower() not in (".npz", ".npy"), f"--data {args.data}, an array")]
     for name, fine, why in rules:
         if name in given and not fine:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with {why}")
@@ -1260,8 +1260,8 @@ def build(args, say):
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file, and a run needs a folder")
-    if not (args.resume or args.check_data) and (out / "checkpoint.pt").exists():
-        raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
+    if not (args.resume or args.check_data):
+        refuse_second_start(out)
     if not (args.resume or args.check_data) and out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
         raise ValueError(f"--out {out} is a folder with other things in it: choose another")
     data = load_data_once(args, say)
@@ -1301,17 +1301,9 @@ def build(args, say):
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
 
 
-def lock(out):
-    """Claim a run folder until this process ends.   -> a handle to be kept   ValueError: another process trains there"""
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{out} is in use: another process trains there") from None
-    except OSError:                                         # some network file systems have no locks
-        pass
-    return handle
+def refuse_second_start(out):
+    if (out / "checkpoint.pt").exists():
+        raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
 
 
 def begin(run):
@@ -1336,7 +1328,9 @@ def begin(run):
         except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"--resume: {run.out / 'checkpoint.pt'} is damaged: {sample.first_line(error)}") from None
     if run.rank == 0:
-        run.lock = lock(run.out)
+        run.lock = sample.lock(run.out)
+        if not args.resume:
+            refuse_second_start(run.out)                    # another process may have come and gone since `build` looked
         (run.out / "samples").mkdir(parents=True, exist_ok=True)
         save_atomically(run.out / "config.json", lambda out: out.write(json.dumps(run.config, indent=1).encode()))
         cut_log(run.out / "log.csv", run.columns, checkpoint["step"])

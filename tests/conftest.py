@@ -183,6 +183,17 @@ def make_pictures(folder):
     return folder / "pictures.npz"
 
 
+def encrypt(archive, path):
+    """Copy a zip with all its members marked as encrypted, which zipfile and numpy refuse to read without a password."""
+    data = bytearray(archive.read_bytes())
+    for signature, flags in (b"PK\3\4", 6), (b"PK\1\2", 8):                   # local and central headers
+        start = data.find(signature)
+        while start >= 0:
+            data[start + flags] |= 1
+            start = data.find(signature, start + 4)
+    path.write_bytes(data)
+
+
 @pytest.fixture
 def pictures(tmp_path):
     return make_pictures(tmp_path)

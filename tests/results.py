@@ -217,7 +217,7 @@ def run_solvers(args):
             said = subprocess.run(words, stdout=subprocess.PIPE, text=True)
             if said.returncode:
                 sys.exit(f"{solver} with {steps} steps ended early: the same command goes on")
-            fid, precision, recall = re.search(r"FID ([\d.]+), precision ([\d.]+), recall ([\d.]+)", said.stdout).groups()
+            fid, precision, recall = re.search(r"FID (\S+), precision (\S+), recall (\S+)", said.stdout).groups()
             rows.append({"run": Path(args.run).name, "solver": solver, "steps": steps, "calls": 2 * steps - 1 if solver == "heun" else steps,
                          "fid": fid, "precision": precision, "recall": recall})
             KEPT.mkdir(exist_ok=True)

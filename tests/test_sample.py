@@ -257,6 +257,21 @@ def test_grid_folder_and_npz_hold_the_same_images(command, runs):
     assert not list(runs.glob("*.partial"))
 
 
+def test_fewer_images_into_the_same_folder_leave_the_labels_of_all(command, runs):
+    for count in 5, 2, 7:
+        assert command("sample.py", "run", "--count", count, "--steps", "2", "--out", "images/").returncode == 0
+        lines = (runs / "images/labels.csv").read_text().splitlines()
+        assert len(lines) == 1 + max(5, count) == 1 + len(list((runs / "images").glob("*.png")))
+
+
+def test_two_commands_do_not_write_one_file(command, runs):
+    handle = sample.lock(runs / "a.npz.partial")
+    done = command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "a.npz")
+    assert done.returncode == 2 and "a.npz.partial is in use" in done.stderr and done.stderr.count("\n") == 1
+    os.close(handle)
+    assert command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "a.npz").returncode == 0
+
+
 def test_seed_batch_size_and_weights(command, runs):
     def draw(*flags):
         (runs / "x.npz").unlink(missing_ok=True)
@@ -417,6 +432,8 @@ MISTAKES = [
     (["foreign.pt"], "cannot be read as a checkpoint"),
     (["other.pt"], "is no checkpoint of train.py"),
     (["changed.pt"], "another architecture"),
+    *((["%s.pt" % name], "%s.pt describes a model or a diffusion that this code does not know" % name) for name in ("class", "argument", "schedule")),
+    (["run", "--path", "--batch-size", "2"], "--batch-size has no effect"),
     (["run", "--count", "0"], "--count must be a whole number in [1, 1e9]"),
     (["run", "--batch-size", "-1"], "--batch-size must be"),
     (["run", "--steps", "0"], "--steps must be"),
@@ -445,6 +462,7 @@ MISTAKES = [
     (["run", "--features", "x.pt"], "--features has no effect without --fid"),
     (["--weights", "adm.pt", "--preset", "cifar10-uvit-s"], "do not fit"),
     (["--weights", "foreign.pt", "--preset", "digits"], "cannot be read safely"),
+    (["--weights", "script.pt", "--preset", "digits"], "cannot be read safely"),
     (["--weights", "other.pt", "--preset", "nothing"], "--preset 'nothing'"),
     (["--weights", "other.pt", "--preset", "cifar10-uvit-s"], "do not fit"),
     (["run", "--precision", "fp16"], "--precision fp16"),
@@ -462,6 +480,9 @@ def test_mistakes_are_answered_by_one_line_and_nothing_is_written(command, runs)
     changed = torch.load(runs / "run/checkpoint.pt", weights_only=True)
     changed["config"]["model"]["channels"] = 16
     torch.save(changed, runs / "changed.pt")
+    for name, part, key in ("class", "model", "class"), ("argument", "model", "depth"), ("schedule", "diffusion", "schedule"):
+        torch.save(changed | {"config": changed["config"] | {part: changed["config"][part] | {key: "unknown"}}}, runs / f"{name}.pt")
+    save_torchscript(torch.nn.Flatten(), runs / "script.pt")
     (runs / "folder.png").mkdir()
     names, wrong = sorted(path for path in runs.rglob("*")), []
     for flags, cause in MISTAKES:

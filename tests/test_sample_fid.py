@@ -11,7 +11,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_picture, save_torchscript
+from conftest import ROOT, encrypt, read_picture, save_torchscript
 from PIL import Image
 
 import sample
@@ -146,6 +146,16 @@ def test_statistics_are_numpys_for_any_batch_size(features, tmp_path):
         np.testing.assert_allclose(mean, rows.astype(float).mean(0), rtol=1e-6)
         np.testing.assert_allclose(cov, np.cov(rows.T.astype(float)), rtol=1e-4, atol=1e-9)
         np.testing.assert_allclose(kept, rows, rtol=1e-5)
+
+
+def test_statistics_of_images_in_memory_are_those_of_a_file(features, tmp_path):
+    """A source of the reader's own may keep its images in memory; only what lies in a file is kept in the cache."""
+    network, images = features, write_images(tmp_path / "a.npz", 6)
+    np.save(tmp_path / "a.npy", images)
+    mapped = np.load(tmp_path / "a.npy", mmap_mode="r")
+    for given, kept in (images, 0), (mapped, 1):
+        mean, cov, _ = sample.known_statistics(given, network, tmp_path / "cache", 4)
+        assert torch.equal(mean, sample.feature_statistics(network, images.__getitem__, 6, 4)[0]) and len(list((tmp_path / "cache").glob("*.npz"))) == kept
 
 
 def test_statistics_far_from_zero(features):
@@ -308,6 +318,9 @@ MISTAKES = [
     (("a.npz", "--fid", "nowhere.npz", "--features", "features.pt"), "nowhere.npz"),
     (("a.npz", "--fid", "other.npz", "--features", "features.pt"), "holds x, y: neither mu and sigma nor images"),
     (("a.npz", "--fid", "torn.npz", "--features", "features.pt"), "torn.npz cannot be read"),
+    (("a.npz", "--fid", "encrypted.npz", "--features", "features.pt"), "encrypted.npz is not an array of images"),
+    (("encrypted.npz", "--fid", "a.npz", "--features", "features.pt"), "encrypted.npz is not an array of images"),
+    (("a.npz", "--fid", "secret.npz", "--features", "features.pt"), "secret.npz cannot be read"),
     (("a.npz", "--fid", "wide.npz", "--features", "features.pt"), "is of 7 features, and --features features.pt gives 6"),
     (("a.npz", "--fid", "large.npz", "--features", "features.pt"), "its images are 16x16 pixels, and those to be measured 8x8"),
     (("a.npz", "--fid", "train", "--features", "features.pt"), "training data of a run"),
@@ -336,6 +349,8 @@ def test_mistakes_are_one_line(command, trained, tmp_path):
     save_torchscript(Image3(), tmp_path / "image.pt")
     np.savez(tmp_path / "other.npz", x=1, y=2)
     np.savez(tmp_path / "wide.npz", mu=np.zeros(7), sigma=np.eye(7))
+    np.savez_compressed(tmp_path / "packed.npz", arr_0=np.zeros((5, 8, 8, 3), np.uint8))
+    encrypt(tmp_path / "packed.npz", tmp_path / "encrypted.npz"), encrypt(tmp_path / "wide.npz", tmp_path / "secret.npz")
     np.save(tmp_path / "latents.npy", np.zeros((4, 4, 8, 8), np.float32))
     (tmp_path / "notes.zip").write_bytes(b"no archive")
     (tmp_path / "torn.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:300])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_picture, run_command
+from conftest import ROOT, encrypt, read_picture, run_command
 
 import sample
 import train
@@ -547,6 +547,17 @@ def test_a_run_folder_in_use_is_refused(command, pictures, tmp_path):
     assert command("train.py", "--resume", "--out", "run", "--steps", checkpoint_of(tmp_path / "run")["step"] + 1).returncode == 0      # free again
 
 
+def test_a_run_that_ended_while_another_started_is_not_erased(command, pictures, tmp_path):
+    """The second one looked before the first one's checkpoint was there, and takes the lock after the first one ended."""
+    flags = ["--data", str(pictures), *TINY, "--steps", "2", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "run")]
+    second = train.build(train.parse_args(flags), lambda line: None)
+    assert command("train.py", *flags).returncode == 0
+    before = everything_in(tmp_path / "run")
+    with pytest.raises(ValueError, match="already holds a run"):
+        train.begin(second)
+    assert everything_in(tmp_path / "run") == before
+
+
 def test_damaged_checkpoints_are_answered_by_one_line(command, pictures, tmp_path):
     assert command("train.py", "--data", pictures, *TINY, "--steps", "2", "--out", "run").returncode == 0
     good = checkpoint_of(tmp_path / "run")
@@ -714,6 +725,9 @@ MISTAKES = [
     (["--data", "nan.npy", "--size", "8"], "not finite"),
     (["--data", "damaged"], "broken.png"),
     (["--data", "cifar10", "--data-dir", "elsewhere"], "--data-dir"),
+    (["--data", "digits", "--data-dir", "elsewhere"], "--data-dir has no effect with --data digits"),
+    (["--data", "nan.npy", "--skip-damaged"], "--skip-damaged has no effect"),
+    (["--data", "encrypted.npz"], "encrypted.npz is not an array to train on"),
     (["--crop", "0"], "--crop must be"),
     # checkpoints and weights
     (["--resume"], "runs/digits does not exist"),
@@ -725,6 +739,7 @@ MISTAKES = [
     (["--resume", "--out", "trained", "--steps", "1"], "is at step 2 already"),
     (["--compare", "foreign"], "is not a log of train.py"),
     (["--compare", "trained", "--out", "curves.txt"], "a .png"),
+    (["--compare", "trained", "--out", "folder.png"], "folder.png"),
     (["--weights", "nothing.pt"], "nothing.pt does not exist"),
     (["--weights", "notes.txt"], "notes.txt cannot be read"),
     (["--weights", "trained/checkpoint.pt"], "is not a dict of tensors"),
@@ -742,10 +757,11 @@ MISTAKES = [
 def workshop(command, pictures, tmp_path):
     """A folder with a finished run and various things that are wrong."""
     assert command("train.py", "--data", pictures, *TINY, "--steps", "2", "--out", "trained").returncode == 0
-    for folder in ("empty", "damaged", "foreign"):
+    for folder in ("empty", "damaged", "foreign", "folder.png"):
         (tmp_path / folder).mkdir()
     (tmp_path / "notes.txt").write_text("nothing to train on")
     np.save(tmp_path / "nan.npy", np.full((4, 4, 8, 8), np.nan, np.float32))
+    encrypt(pictures, tmp_path / "encrypted.npz")
     (tmp_path / "damaged/broken.png").write_bytes(b"not a picture")
     (tmp_path / "foreign/checkpoint.pt").write_bytes(b"not a checkpoint")
     (tmp_path / "foreign/log.csv").write_text("a,b\n1,2\n")
