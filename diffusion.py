@@ -9,6 +9,7 @@ Read weighting.py first: it holds the loss weights.   `python diffusion.py` prin
 """
 
 import math
+import signal
 import zlib
 
 import numpy as np
@@ -250,4 +251,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

@@ -1067,6 +1067,8 @@ def check_together(args, model, diffusion):
     first, last = args.guidance_interval or (0, 0)
     if args.guidance_interval and (args.guidance == 1 or not first <= last < diffusion.timesteps):
         raise ValueError(f"--guidance-interval goes with --guidance, and needs 0 <= FIRST <= LAST < {diffusion.timesteps}, not {first} {last}")
+    if args.fid and args.count < 2:
+        raise ValueError(f"--count {args.count}: the covariance of --fid needs at least 2 images")
     if args.interpolate and (args.churn or len(set(args.interpolate)) == 1):
         raise ValueError("--interpolate needs the numbers of two images, and no --churn, whose noise belongs to neither")
     if args.churn and args.solver in MULTISTEP:

@@ -10,6 +10,7 @@ Huang et al. 2023, "ScaleLong: Towards More Stable Training of Diffusion Model v
 """
 
 import math
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -402,4 +403,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

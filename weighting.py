@@ -17,6 +17,7 @@ mistake: at s = 0.001, min-snr gives v the weight 0.001, and x_0 the same.
 """
 
 import copy
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -443,4 +444,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

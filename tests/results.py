@@ -13,6 +13,7 @@ again without the runs.
 import csv
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -263,4 +264,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

@@ -57,6 +57,14 @@ def test_the_lessons_on_a_run_take_these_flags(name, command):
             assert done.returncode == 2 and arguments[arguments.index("--run") + 1] in done.stderr
 
 
+@pytest.mark.parametrize("name", ["diffusion", "weighting", "scaling"])
+def test_a_lesson_whose_reader_leaves_ends_quietly(name, tmp_path):
+    with subprocess.Popen([sys.executable, ROOT / f"{name}.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}) as lesson:
+        lesson.stdout.close()
+        assert lesson.stderr.read() == ""
+
+
 def test_flags_in_the_text_are_flags_of_the_programs():
     known = {option for module in (train, sample) for action in module.build_parser()._actions for option in action.option_strings}
     known |= {"--run", "--bins", "--tune", "--standalone", "--nproc_per_node"}          # of the lessons and of torchrun
