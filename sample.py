@@ -1152,9 +1152,14 @@ def draw_images(args, config, model, diffusion, device, labels, decode, rank, pr
     return f"{store.finish()}  ({len(todo)} images in {seconds:.1f} s, {len(todo) / seconds:.1f} a second)" if rank == 0 else ""
 
 
+def on_terminal():
+    """Whether somebody watches; a closed standard output is None."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def progress(line, rank=0):
     """A line that is overwritten by the next one on a terminal; a file gets none."""
-    if rank == 0 and sys.stdout.isatty():
+    if rank == 0 and on_terminal():
         print(f"\r\033[K{line}", end="", flush=True)
 
 
@@ -1187,7 +1192,7 @@ def main():
 
     def say(line):
         if rank == 0:
-            print(("\r\033[K" if sys.stdout.isatty() else "") + line, flush=True)
+            print(("\r\033[K" if on_terminal() else "") + line, flush=True)
 
     try:
         drawing = not (args.fid and args.run and holds_images(args.run))

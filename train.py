@@ -1384,7 +1384,7 @@ class Progress:
         return rate
 
     def show(self, step, row=None):
-        now, terminal = time.time(), sys.stdout.isatty()
+        now, terminal = time.time(), sample.on_terminal()
         seconds = (now - self.began) / (step - self.start)          # of a step
         if step - self.start == 5 and not terminal:                 # on a terminal the line below says it from the start
             print(f"this will take about {duration(seconds * (self.args.steps - step))}", flush=True)
@@ -1492,7 +1492,7 @@ def main():
         say(describe(run, start))
         stopped = train(run, start)
         sample.wait_for_all()
-        terminal = "\n" if sys.stdout.isatty() else ""
+        terminal = "\n" if sample.on_terminal() else ""
         if stopped:
             say(f"{terminal}stopped; train.py --out {run.out} --resume goes on from here")
             sys.exit(128 + stopped)

@@ -264,6 +264,12 @@ def test_fewer_images_into_the_same_folder_leave_the_labels_of_all(command, runs
         assert len(lines) == 1 + max(5, count) == 1 + len(list((runs / "images").glob("*.png")))
 
 
+@pytest.mark.parametrize("words", [["sample.py", "run", "--count", "2", "--out", "a.png"], ["train.py", "--resume", "--out", "run", "--steps", "3"]])
+def test_commands_work_with_a_closed_output(runs, words):
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, str(ROOT / words[0]), *words[1:]], cwd=runs, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
 def test_two_commands_do_not_write_one_file(command, runs):
     handle = sample.lock(runs / "a.npz.partial")
     done = command("sample.py", "run", "--count", "2", "--steps", "2", "--out", "a.npz")
