@@ -1048,6 +1048,8 @@ def check_effect(args, drawing):
         why |= dict.fromkeys(("preset", "attention_order"), "without --weights FILE")
     if not args.fid:
         why |= dict.fromkeys(("features", "cache", "data_dir"), "without --fid REFERENCE")
+    elif Path(args.fid).suffix.lower() in (".npz", ".npy", ".zip"):
+        why |= {"data_dir": f"with --fid {args.fid}"}
     if args.path or args.interpolate:
         why |= {"batch_size": "on a strip, which is drawn at once"}
     if args.interpolate:

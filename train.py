@@ -1265,6 +1265,8 @@ def build(args, say):
     if not (args.resume or args.check_data) and out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
         raise ValueError(f"--out {out} is a folder with other things in it: choose another")
     data = load_data_once(args, say)
+    if not (args.resume or args.unconditional or data.classes) and args.label_dropout != preset_args(args.preset).label_dropout:
+        raise ValueError(f"--label-dropout has no effect on --data {args.data}, which has no labels")
     if args.check_data:
         return None
     fid = prepare_fid(args, data, device, share, rank, processes) if args.fid_every else None

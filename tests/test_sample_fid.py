@@ -330,6 +330,7 @@ MISTAKES = [
     (("damaged", "--fid", "pictures.npz", "--features", "features.pt"), "a.png cannot be read"),
     (("empty", "--fid", "pictures.npz", "--features", "features.pt"), "empty holds no images"),
     (("run", "--fid", "train", "--out", "grid.png", "--features", "features.pt"), "--out grid.png: FID"),
+    (("a.npz", "--fid", "pictures.npz", "--features", "features.pt", "--data-dir", "x"), "--data-dir has no effect with --fid pictures.npz"),
     (("run", "--fid", "train", "--count", "1", "--features", "features.pt"), "--count 1: the covariance"),
     (("run", "--features", "features.pt"), "--features has no effect without --fid"),
     (("run", "--interpolate", "1", "1"), "--interpolate needs"),

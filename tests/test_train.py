@@ -726,6 +726,7 @@ MISTAKES = [
     (["--data", "damaged"], "broken.png"),
     (["--data", "cifar10", "--data-dir", "elsewhere"], "--data-dir"),
     (["--data", "digits", "--data-dir", "elsewhere"], "--data-dir has no effect with --data digits"),
+    (["--data", "plain.npy", "--size", "8", "--label-dropout", "0.5"], "plain.npy, which has no labels"),
     (["--data", "nan.npy", "--skip-damaged"], "--skip-damaged has no effect"),
     (["--data", "encrypted.npz"], "encrypted.npz is not an array to train on"),
     (["--crop", "0"], "--crop must be"),
@@ -762,6 +763,7 @@ def workshop(command, pictures, tmp_path):
     (tmp_path / "notes.txt").write_text("nothing to train on")
     np.save(tmp_path / "nan.npy", np.full((4, 4, 8, 8), np.nan, np.float32))
     encrypt(pictures, tmp_path / "encrypted.npz")
+    np.save(tmp_path / "plain.npy", np.zeros((4, 8, 8, 3), np.uint8))
     (tmp_path / "damaged/broken.png").write_bytes(b"not a picture")
     (tmp_path / "foreign/checkpoint.pt").write_bytes(b"not a checkpoint")
     (tmp_path / "foreign/log.csv").write_text("a,b\n1,2\n")

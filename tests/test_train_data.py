@@ -632,6 +632,6 @@ def test_a_source_of_one_function_is_loaded_cached_and_mirrored_as_its_table_say
 
     for mirrored in False, True:
         monkeypatch.setitem(train.SOURCES, "mine", (load_mine, mirrored))
-        args = train.preset_args("digits", {"data": "mine", "size": (8, 8), "cache": str(tmp_path / "cache")})
+        args = train.parse_args(["--data", "mine", "--size", "8", "--data-dir", "elsewhere", "--cache", str(tmp_path / "cache")])
         data = train.load_data_once(args, lambda line: None)
         assert data.images.shape == (6, 8, 8, 3) and (data.images == 7).all() and data.classes == ["a", "b"] and args.flip == mirrored
