@@ -228,9 +228,10 @@ def random_stream(seed, purpose, place=0, place_within=0):
 
 def main():
     """Print alpha, sigma, SNR and the weights along t, and draw one digit as each schedule dissolves it."""
-    from sample import image_grid, line_chart, save_picture, side_by_side, titled, to_uint8
+    from sample import Parser, image_grid, line_chart, save_picture, side_by_side, titled, to_uint8
     from train import draw_digit
 
+    Parser(prog="diffusion.py", description="The forward process: a table, and runs/lessons/diffusion.png.").parse_args()
     print(__doc__.split("\n\n")[1], "\n")
     diffusion = Diffusion("cosine")
     min_snr = loss_weight(diffusion.snr, "min-snr", 5.0)

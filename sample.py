@@ -1025,16 +1025,15 @@ def pick_labels(args, model, classes):
         raise ValueError("--labels: this model was trained without labels")
     if model.num_classes is None:
         return []
-    if args.labels == "none" and not model.null_label:
-        raise ValueError("--labels none: this model never learned to do without labels (train with --label-dropout)")
-    if args.labels == "none":
-        return [model.num_classes]
     names = list(classes) if args.labels is None else [name.strip() for name in args.labels.split(",")]
-    numbers = [classes.index(name) if name in classes else int(name) if name.isdecimal() else -1 for name in names]
+    if "none" in names and "none" not in classes and not model.null_label:
+        raise ValueError("--labels none: this model never learned to do without labels (train with --label-dropout)")
+    known = {"none": model.num_classes} | {name: k for k, name in enumerate(classes)}
+    numbers = [known[name] if name in known else int(name) if name.isdecimal() else -1 for name in names]
     for name, number in zip(names, numbers):
-        if not 0 <= number < model.num_classes:
-            known = ", ".join(classes[:12]) + (" ..." if len(classes) > 12 else "")
-            raise ValueError(f"--labels {name!r} is neither a number below {model.num_classes} nor one of {known}")
+        if name not in known and not 0 <= number < model.num_classes:
+            some = ", ".join(classes[:12]) + (" ..." if len(classes) > 12 else "")
+            raise ValueError(f"--labels {name!r} is neither a number below {model.num_classes} nor one of {some}")
     return numbers
 
 
@@ -1071,8 +1070,10 @@ def check_together(args, model, diffusion):
         raise ValueError(f"--guidance-interval goes with --guidance, and needs 0 <= FIRST <= LAST < {diffusion.timesteps}, not {first} {last}")
     if args.fid and args.count < 2:
         raise ValueError(f"--count {args.count}: the covariance of --fid needs at least 2 images")
-    if args.interpolate and (args.churn or len(set(args.interpolate)) == 1):
-        raise ValueError("--interpolate needs the numbers of two images, and no --churn, whose noise belongs to neither")
+    if args.interpolate and len(set(args.interpolate)) == 1:
+        raise ValueError("--interpolate needs the numbers of two different images")
+    if args.interpolate and args.churn:
+        raise ValueError("--interpolate goes without --churn, whose noise belongs to neither image")
     if args.churn and args.solver in MULTISTEP:
         raise ValueError(f"--churn goes with --solver heun or euler; {args.solver} remembers the step before")
 

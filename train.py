@@ -846,7 +846,8 @@ def load_folder(args, say):
         for file in files:
             name = file if prefix == "." else f"{prefix}/{file}"
             if is_picture(name):
-                stat = os.stat(os.path.join(folder, file))
+                path = os.path.join(folder, file)
+                stat = os.stat(path) if os.path.exists(path) else os.lstat(path)        # a link to nowhere is a damaged file
                 entries.append((name, stat.st_size, stat.st_mtime_ns))
     entries.sort()
     names = [entry[0] for entry in entries]

@@ -65,6 +65,12 @@ def test_a_lesson_whose_reader_leaves_ends_quietly(name, tmp_path):
         assert lesson.stderr.read() == ""
 
 
+@pytest.mark.parametrize("name", ["diffusion", "weighting", "scaling", "unet", "uvit"])
+def test_lessons_refuse_what_they_do_not_know(name, command):
+    done = command(f"{name}.py", "--foo")
+    assert done.returncode == 2 and done.stdout == "" and "--foo" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_flags_in_the_text_are_flags_of_the_programs():
     known = {option for module in (train, sample) for action in module.build_parser()._actions for option in action.option_strings}
     known |= {"--run", "--bins", "--tune", "--standalone", "--nproc_per_node"}          # of the lessons and of torchrun

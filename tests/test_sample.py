@@ -298,7 +298,7 @@ def test_labels_by_name_number_and_none(command, runs):
         assert command("sample.py", "run", "--count", "4", "--steps", "2", "--labels", text, "--out", "x.npz").returncode == 0
         return np.load(runs / "x.npz")["arr_1"].tolist()
 
-    assert labels("2,0") == [2, 0, 2, 0] and labels("none") == [3, 3, 3, 3]
+    assert labels("2,0") == [2, 0, 2, 0] and labels("none") == [3, 3, 3, 3] and labels("1,none") == [1, 3, 1, 3]
 
 
 def test_killed_run_goes_on_to_the_same_file(command, runs):

@@ -282,6 +282,14 @@ def test_labels_stay_with_their_images_when_damaged_ones_are_left_out(tmp_path):
     assert (data.images[1] == np.asarray(Image.open(tmp_path / "pets/dog/c.png"))).all()
 
 
+def test_a_link_to_nowhere_is_a_damaged_file(tmp_path):
+    save_noise(tmp_path / "pictures/a.png", size=(32, 32))
+    (tmp_path / "pictures/b.png").symlink_to("nowhere.png")
+    with pytest.raises(ValueError, match="b.png.*--skip-damaged"):
+        load(tmp_path, tmp_path / "pictures")
+    assert len(load(tmp_path, tmp_path / "pictures", skip_damaged=True)[0].images) == 1
+
+
 def test_nothing_but_damaged_files(tmp_path):
     for i in range(7):
         save_noise(tmp_path / "pictures" / f"{i}.png").tobytes()
