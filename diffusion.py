@@ -9,7 +9,6 @@ Read weighting.py first: it holds the loss weights.   `python diffusion.py` prin
 """
 
 import math
-import signal
 import zlib
 
 import numpy as np
@@ -228,10 +227,10 @@ def random_stream(seed, purpose, place=0, place_within=0):
 
 def main():
     """Print alpha, sigma, SNR and the weights along t, and draw one digit as each schedule dissolves it."""
-    from sample import Parser, image_grid, line_chart, save_picture, side_by_side, titled, to_uint8
+    from sample import image_grid, lesson_parser, line_chart, save_picture, side_by_side, titled, to_uint8
     from train import draw_digit
 
-    Parser(prog="diffusion.py", description="The forward process: a table, and runs/lessons/diffusion.png.").parse_args()
+    lesson_parser("diffusion.py", "The forward process: a table, and runs/lessons/diffusion.png.").parse_args()
     print(__doc__.split("\n\n")[1], "\n")
     diffusion = Diffusion("cosine")
     min_snr = loss_weight(diffusion.snr, "min-snr", 5.0)
@@ -252,5 +251,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

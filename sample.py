@@ -23,6 +23,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import urllib.request
@@ -136,8 +137,12 @@ def heun(denoiser, noise, labels=None, steps=18, guidance=1.0, guidance_interval
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 
+# what reading a torn, encrypted or foreign array or archive raises
+UNREADABLE = (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
 def first_line(error):
-    """What an exception says in a line; some say nothing or a bare number, and torch goes on with advice that is none for a damaged file."""
+    """What an exception says in a line, with its kind where that is no more than a word; without torch's advice that follows."""
     text, kind = str(error), type(error).__name__
     return (text if " " in text else f"{kind} {text}".strip()).splitlines()[0].partition(". ")[0]
 
@@ -537,11 +542,12 @@ class FolderStore:
             raise ValueError(f"--out {self.out} is a folder with other things in it: choose another")
         self.out.mkdir(parents=True, exist_ok=True)
         keep_settings(self.out / "settings.json", {k: v for k, v in self.settings.items() if k != "count"})
-        with open(self.out / "labels.csv", "w", newline="") as file:
+        labels = self.out / "labels.csv"
+        count = max(self.count, len(labels.read_text().splitlines()) - 1 if labels.exists() else 0)     # it may hold more already
+        with open(labels, "w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["file", "label", "class", "seed"])
-            drawn = [int(path.stem) for path in self.out.glob("[0-9]*.png") if path.stem.isdecimal()]
-            for k in range(max([self.count - 1, *drawn]) + 1):                  # an earlier command may have asked for more
+            for k in range(count):
                 label = self.settings["labels"][k % len(self.settings["labels"])] if self.settings["labels"] else ""
                 name = self.settings["classes"][label] if label != "" and label < len(self.settings["classes"]) else ""
                 rows.writerow([f"{k:06d}.png", label, name, self.settings["seed"]])
@@ -757,10 +763,6 @@ def feature_statistics(network, read, count, batch_size, rank=0, processes=1):
     return origin + total / count, (products - total.outer(total) / count) / (count - 1), kept
 
 
-# what reading a torn, encrypted or foreign array or archive raises
-UNREADABLE = (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
-
-
 class ImageFiles:
     """The images of a folder or .zip, all of one size: files.shape (N, H, W, 3), files[indices] -> (B, H, W, 3) uint8."""
 
@@ -862,7 +864,7 @@ def reference_statistics(args, config, network, shape, rank, processes):
 
 
 def known_statistics(images, network, cache, batch_size, rank=0, processes=1):
-    """feature_statistics of images, those of a mapped file computed once and kept in the cache folder as an .npz with mu and sigma."""
+    """feature_statistics of images; of a mapped file they are kept in the cache folder, as an .npz with mu and sigma."""
     from train import source
 
     if not isinstance(images, np.memmap):                   # a source that keeps its images in memory
@@ -935,6 +937,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         message = re.sub("^argument (.*?): must", r"\1 must", message)
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def lesson_parser(prog, description):
+    """The parser of a lesson, which ends quietly at `| head`."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    return Parser(prog=prog, description=description)
 
 
 def number(interval, kind=float):
@@ -1025,10 +1033,12 @@ def pick_labels(args, model, classes):
         raise ValueError("--labels: this model was trained without labels")
     if model.num_classes is None:
         return []
-    names = list(classes) if args.labels is None else [name.strip() for name in args.labels.split(",")]
-    if "none" in names and "none" not in classes and not model.null_label:
+    if args.labels is None:
+        return list(range(len(classes)))
+    names = [name.strip() for name in args.labels.split(",")]
+    if "none" in names and not model.null_label:
         raise ValueError("--labels none: this model never learned to do without labels (train with --label-dropout)")
-    known = {"none": model.num_classes} | {name: k for k, name in enumerate(classes)}
+    known = {name: k for k, name in enumerate(classes)} | {"none": model.num_classes}
     numbers = [known[name] if name in known else int(name) if name.isdecimal() else -1 for name in names]
     for name, number in zip(names, numbers):
         if name not in known and not 0 <= number < model.num_classes:
@@ -1039,6 +1049,8 @@ def pick_labels(args, model, classes):
 
 def check_effect(args, drawing):
     """One line for flags that would be without effect."""
+    from train import SOURCES                               # train.py imports this file
+
     given = [name for name, value in vars(args).items() if value != build_parser().get_default(name)]
     of_measuring, why = {"run", "fid", "features", "cache", "data_dir", "batch_size", "device"}, {}
     if not drawing:
@@ -1047,7 +1059,7 @@ def check_effect(args, drawing):
         why |= dict.fromkeys(("preset", "attention_order"), "without --weights FILE")
     if not args.fid:
         why |= dict.fromkeys(("features", "cache", "data_dir"), "without --fid REFERENCE")
-    elif Path(args.fid).suffix.lower() in (".npz", ".npy", ".zip"):
+    elif args.fid not in {"train", *SOURCES} - {"digits"}:
         why |= {"data_dir": f"with --fid {args.fid}"}
     if args.path or args.interpolate:
         why |= {"batch_size": "on a strip, which is drawn at once"}

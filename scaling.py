@@ -10,7 +10,6 @@ Huang et al. 2023, "ScaleLong: Towards More Stable Training of Diffusion Model v
 """
 
 import math
-import signal
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -384,10 +383,10 @@ def study_run(path, bins):
 
 
 def main():
-    from sample import Parser, number
+    from sample import lesson_parser, number
 
-    parser = Parser(prog="scaling.py", description="What the coefficients of the long skips are and do, and with --run what a "
-                    "trained run has made of them.")
+    parser = lesson_parser("scaling.py", "What the coefficients of the long skips are and do, and with --run what a "
+                           "trained run has made of them.")
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to look into")
     parser.add_argument("--bins", type=number("[1, 100]", int), help="of --run: equal parts of the timesteps (default: 10)")
     args = parser.parse_args()
@@ -403,5 +402,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

@@ -1163,7 +1163,8 @@ def check_args(args, given):
              *((name, args.fid_every, "a run without --fid-every") for name in ("features", "fid_count")),
              ("heads", not args.head_channels, f"--head-channels {args.head_channels}"),
              *((name, not args.compare, "--compare, which only draws") for name in given if name not in ("compare", "out")),
-             ("label_dropout", not args.unconditional, "--unconditional"), ("data_dir", args.data in SOURCES and args.data != "digits", f"--data {args.data}"),
+             ("label_dropout", not args.unconditional, "--unconditional"),
+             ("data_dir", args.data in SOURCES and args.data != "digits", f"--data {args.data}"),
              ("skip_damaged", Path(args.data or "").suffix.lower() not in (".npz", ".npy"), f"--data {args.data}, an array")]
     for name, fine, why in rules:
         if name in given and not fine:
@@ -1263,8 +1264,8 @@ def build(args, say):
         raise ValueError(f"--out {out} is a file, and a run needs a folder")
     if not (args.resume or args.check_data):
         refuse_second_start(out)
-    if not (args.resume or args.check_data) and out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
-        raise ValueError(f"--out {out} is a folder with other things in it: choose another")
+        if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
+            raise ValueError(f"--out {out} is a folder with other things in it: choose another")
     data = load_data_once(args, say)
     if not (args.resume or args.unconditional or data.classes) and args.label_dropout != preset_args(args.preset).label_dropout:
         raise ValueError(f"--label-dropout has no effect on --data {args.data}, which has no labels")
@@ -1305,6 +1306,7 @@ def build(args, say):
 
 
 def refuse_second_start(out):
+    """ValueError: the folder holds a run, which a fresh start would erase."""
     if (out / "checkpoint.pt").exists():
         raise ValueError(f"{out} already holds a run: --resume goes on with it, another --out starts a new one")
 

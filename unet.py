@@ -307,9 +307,9 @@ def print_parts(model, parts, x, t):
 
 
 def main():
-    from sample import Parser
+    from sample import lesson_parser
 
-    Parser(prog="unet.py", description="The parts of a UNet: shapes, parameters, multiply-adds.").parse_args()
+    lesson_parser("unet.py", "The parts of a UNet: shapes, parameters, multiply-adds.").parse_args()
     model = UNet(32, channels=32, channel_mult=(1, 2, 2), blocks=1, skip_scaling="ls")
     print(__doc__.split("\n\n")[0], "\n")
     parts = [(f"encoder.{i}", stage) for i, stage in enumerate(model.encoder)] + [("middle", model.middle)]

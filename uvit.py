@@ -245,10 +245,10 @@ def load_published(model, state_dict):
 # A lesson: python uvit.py
 
 def main():
-    from sample import Parser
+    from sample import lesson_parser
     from unet import print_parts
 
-    Parser(prog="uvit.py", description="The parts of a UViT: shapes, parameters, multiply-adds.").parse_args()
+    lesson_parser("uvit.py", "The parts of a UViT: shapes, parameters, multiply-adds.").parse_args()
     print(__doc__.split("\n\n")[1], "\n")
     model = UViT(32, patch=4, width=192, depth=6, heads=4, num_classes=10, skip_scaling="ls")
     parts = [("patch_embed", model.patch_embed)]

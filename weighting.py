@@ -17,7 +17,6 @@ mistake: at s = 0.001, min-snr gives v the weight 0.001, and x_0 the same.
 """
 
 import copy
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -420,9 +419,9 @@ def study_run(path, bins, steps, tuned):
 
 
 def main():
-    from sample import Parser, number
+    from sample import lesson_parser, number
 
-    parser = Parser(prog="weighting.py", description="What the loss weights are, and with --run why they matter.")
+    parser = lesson_parser("weighting.py", "What the loss weights are, and with --run why they matter.")
     parser.add_argument("--run", help="run folder of train.py, or a checkpoint file, to experiment with")
     parser.add_argument("--bins", type=number("[2, 100]", int), help="of --run: equal parts of the timesteps (default: 10)")
     parser.add_argument("--steps", type=number("[1, 1e9]", int), help="of --run: of fine-tuning on one bin alone (default: 150)")
@@ -444,5 +443,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)           # `| head` ends it quietly
     main()

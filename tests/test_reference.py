@@ -32,18 +32,18 @@ def normal(shape, seed, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def close(ours, theirs, relative=0.0, absolute=0.0):
+def assert_close(ours, theirs, relative=0.0, absolute=0.0):
     ours, theirs = (torch.as_tensor(values, dtype=torch.float64) for values in (ours, theirs))
     torch.testing.assert_close(ours, theirs, rtol=relative, atol=absolute)
 
 
-def close_samples(ours, theirs, absolute):
+def assert_close_samples(ours, theirs, absolute):
     """Compare with a recorded tensor: its shape, its first 32 entries, 32 spread over all of it, and its norm."""
     assert list(ours.shape) == theirs["shape"]
     flat, spaced = ours.flatten(), [i * (ours.numel() - 1) // 31 for i in range(32)]
-    close(flat[:32], theirs["first_32"], absolute=absolute)
-    close(flat[spaced], theirs["spaced_32"], absolute=absolute)
-    close(flat.norm(), theirs["l2_norm"], relative=absolute)
+    assert_close(flat[:32], theirs["first_32"], absolute=absolute)
+    assert_close(flat[spaced], theirs["spaced_32"], absolute=absolute)
+    assert_close(flat.norm(), theirs["l2_norm"], relative=absolute)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ def run(model, case, labels="as recorded"):
 
 @pytest.mark.parametrize("case", MODELS)
 def test_network_gives_the_authors_output(case):
-    close_samples(run(reference_model(case), case), MODELS[case]["output"], absolute=2e-5)      # their std is 0.5 to 2
+    assert_close_samples(run(reference_model(case), case), MODELS[case]["output"], absolute=2e-5)      # their std is 0.5 to 2
 
 
 @pytest.mark.parametrize("case", [case for case in MODELS if "output_without_labels" in MODELS[case]])
 def test_no_labels_means_the_authors_null_label(case):
-    close_samples(run(reference_model(case), case, labels=None), MODELS[case]["output_without_labels"], absolute=2e-5)
+    assert_close_samples(run(reference_model(case), case, labels=None), MODELS[case]["output_without_labels"], absolute=2e-5)
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -167,7 +167,7 @@ def test_uvit_skip_coefficients_are_the_authors(case):
         lambda module, arguments, output: coefficients.append(module.coefficient(*arguments)))
     run(model, case)
     for ours, theirs in zip(coefficients, MODELS[case]["coefficients"], strict=True):
-        close(torch.as_tensor(ours).squeeze(), theirs, absolute=1e-6)
+        assert_close(torch.as_tensor(ours).squeeze(), theirs, absolute=1e-6)
 
 
 @pytest.mark.parametrize("width", [8, 9])
@@ -175,7 +175,7 @@ def test_uvit_skip_coefficients_are_the_authors(case):
 def test_timestep_embedding(embedding, width):
     reference = REFERENCE["timestep_embedding"]
     ours = embedding(torch.tensor(reference["timesteps"]), width)
-    close(ours, reference[str(width)], absolute=1e-5)           # the frequency's last bit, in float32, times t
+    assert_close(ours, reference[str(width)], absolute=1e-5)           # the frequency's last bit, in float32, times t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ def test_schedule(schedule):
     """Their posterior variances and means have no counterpart here, since the Heun sampler needs none."""
     ours, theirs, t = Diffusion(schedule), REFERENCE["schedules"][schedule], REFERENCE["schedules"]["t"]
     betas = 1 - ours.alphas_cumprod / torch.cat([torch.ones(1), ours.alphas_cumprod[:-1]])
-    close(betas[t], theirs["betas"], relative=1e-9)
-    close(ours.alphas_cumprod[t], theirs["alphas_cumprod"], relative=1e-9)
-    close(ours.snr[t], theirs["snr"], relative=1e-9)
-    close(ours.alphas_cumprod.sum(), theirs["sum_of_alphas_cumprod_over_all_t"], relative=1e-9)
+    assert_close(betas[t], theirs["betas"], relative=1e-9)
+    assert_close(ours.alphas_cumprod[t], theirs["alphas_cumprod"], relative=1e-9)
+    assert_close(ours.snr[t], theirs["snr"], relative=1e-9)
+    assert_close(ours.alphas_cumprod.sum(), theirs["sum_of_alphas_cumprod_over_all_t"], relative=1e-9)
     assert (ours.snr >= 5).sum() == theirs["first_t_with_snr_below_5"]
     assert (ours.snr >= 1).sum() == theirs["first_t_with_snr_below_1"]
 
@@ -218,8 +218,8 @@ def weight_cases(*statuses):
 def test_weight_is_the_authors(case):
     schedule, prediction, name = case.split(", ")
     ours = loss_weight(Diffusion(schedule).snr[WEIGHTS["t"]], *formula_they_apply(prediction, name))
-    close(ours, WEIGHTS["weights"][case]["formula_float64"], relative=1e-9)
-    close(ours, WEIGHTS["weights"][case]["official"], relative=2e-6)                        # theirs is in float32
+    assert_close(ours, WEIGHTS["weights"][case]["formula_float64"], relative=1e-9)
+    assert_close(ours, WEIGHTS["weights"][case]["official"], relative=2e-6)                        # theirs is in float32
 
 
 @pytest.mark.parametrize("case", [case for case in weight_cases("applies", "ignored", "error") if "const" not in case])
@@ -232,7 +232,7 @@ def test_weight_belongs_to_the_prediction_that_was_asked_for(case):
     on_x0 = {"snr": snr, "trunc_snr": snr.clamp(min=1), "max_snr_1": snr.clamp(min=1), "min_snr_1": snr.clamp(max=1),
              "min_snr_5": snr.clamp(max=5), "vmin_snr_5": snr.clamp(max=5)}[name]
     expected = on_x0 / {"x0": 1, "eps": snr, "v": snr + 1}[prediction]
-    close(loss_weight(snr, *WEIGHTINGS[name], prediction), expected, relative=1e-9)
+    assert_close(loss_weight(snr, *WEIGHTINGS[name], prediction), expected, relative=1e-9)
 
 
 @pytest.mark.parametrize("prediction", ["x0", "eps", "v"])
@@ -268,21 +268,21 @@ def loss(prediction, weighting):
 def test_loss(case):
     """Their v, (alpha x_t - x_0) / sigma, loses digits at t = 0; ours, alpha eps - sigma x_0, does not."""
     ours, theirs = loss(case.split(", ")[0], LOSS_CASES[case]), LOSSES["cases"][case]
-    close(ours, theirs["float64"], relative=1e-6)
-    close(ours, theirs["loss"], relative=1e-5 if case.startswith("v") else 1e-6)
+    assert_close(ours, theirs["float64"], relative=1e-6)
+    assert_close(ours, theirs["loss"], relative=1e-5 if case.startswith("v") else 1e-6)
 
 
 def test_min_snr_on_v_is_not_the_weight_of_eps():
     """Asked for min_snr_5 on v, their program takes the weight of eps; ours is what they call vmin_snr_5."""
     theirs = LOSSES["cases"]["v, min_snr_5"]
-    close(loss("v", "min-snr"), LOSSES["cases"]["v, vmin_snr_5"]["loss"], relative=1e-5)
+    assert_close(loss("v", "min-snr"), LOSSES["cases"]["v, vmin_snr_5"]["loss"], relative=1e-5)
     weight_of_eps = loss_weight(Diffusion("cosine").snr[LOSSES["t"]], "min-snr", 5, "eps")
-    close(loss("v", "snr+1") * weight_of_eps, theirs["loss"], relative=1e-5)
+    assert_close(loss("v", "snr+1") * weight_of_eps, theirs["loss"], relative=1e-5)
 
 
 def test_noisy_image():
     x0, t, noise = loss_inputs()
-    close_samples(Diffusion("cosine").add_noise(x0, noise, t), LOSSES["x_t"], absolute=1e-6)
+    assert_close_samples(Diffusion("cosine").add_noise(x0, noise, t), LOSSES["x_t"], absolute=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,12 +382,12 @@ def their_denoiser(case):
 def test_noise_grid(schedule):
     """Theirs is a float32 recursion, up to 5e-4 off (cosine), and 9.5 % when shifted by one (linear); ours is exact."""
     t, sigmas = recorded_sigmas(schedule)
-    close(their_recursion(schedule)[t], sigmas, relative=2e-6)
+    assert_close(their_recursion(schedule)[t], sigmas, relative=2e-6)
     grid = HEUN["noise_grid"][schedule]
     ours = Denoiser(None, Diffusion(schedule)).sigmas
-    close(ours[grid["t"]], grid["sigma_of_t_in_training_schedule"], relative=1e-9)
+    assert_close(ours[grid["t"]], grid["sigma_of_t_in_training_schedule"], relative=1e-9)
     off = (torch.tensor(grid["sigma_of_t_in_net"]) / ours[grid["t"]] - 1).abs().max()
-    close(off, {"cosine": 4.79e-4, "linear": 0.095}[schedule], relative=1e-2)
+    assert_close(off, {"cosine": 4.79e-4, "linear": 0.095}[schedule], relative=1e-2)
 
 
 @pytest.mark.parametrize("case", HEUN["runs"])
@@ -398,7 +398,7 @@ def test_heun_on_their_grid(case):
     twice = list(chain.from_iterable(zip(theirs["sigmas"], theirs["sigmas"])))
     assert denoiser.asked == twice[1:]                          # the first level is asked for once: 2N - 1 calls
     assert denoiser.model.timesteps == theirs["timestep_of_call"]
-    close(x0.flatten(), theirs["values"], absolute=1e-5 if case.endswith("N=5") else 1e-6)
+    assert_close(x0.flatten(), theirs["values"], absolute=1e-5 if case.endswith("N=5") else 1e-6)
 
 
 @pytest.mark.parametrize("case", [case for case in HEUN["runs"] if "cosine" in case])
@@ -407,7 +407,7 @@ def test_heun_on_our_cosine_grid_takes_the_same_timesteps(case):
     denoiser = own_denoiser(case)
     x0 = draw(case, denoiser)
     assert denoiser.model.timesteps == HEUN["runs"][case]["timestep_of_call"]
-    close(x0.flatten(), HEUN["runs"][case]["values"], absolute=3e-5 if case.endswith("N=5") else 3e-6)
+    assert_close(x0.flatten(), HEUN["runs"][case]["values"], absolute=3e-5 if case.endswith("N=5") else 3e-6)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -415,7 +415,7 @@ def test_forms_of_one_model_give_one_sample(schedule):
     """With the noise levels of training eps and x0 agree; with their linear table, which is another, not to 0.005."""
     runs = {prediction: f"unguided, {schedule}, {prediction}, N=18" for prediction in ("eps", "x0")}
     eps, x0 = (draw(case, own_denoiser(case)) for case in runs.values())
-    close(eps, x0, absolute=1e-9)
+    assert_close(eps, x0, absolute=1e-9)
     theirs = [torch.tensor(HEUN["runs"][case]["values"]) for case in runs.values()]
     assert ((theirs[0] - theirs[1]).abs().max() > 0.005) == (schedule == "linear")
 
@@ -425,7 +425,7 @@ def test_noise_levels_of_edm(ladder):
     theirs = EDM["ladders"][ladder]
     ours = karras_sigmas(theirs["steps"], theirs["sigma_min"], theirs["sigma_max"], theirs["rho"])
     assert ours.dtype == torch.float64 and ours[-1] == 0
-    close(ours[:-1], theirs["sigmas"], relative=1e-14)          # the last bit of a power depends on the machine
+    assert_close(ours[:-1], theirs["sigmas"], relative=1e-14)          # the last bit of a power depends on the machine
 
 
 class GaussianDenoiser:
@@ -454,8 +454,8 @@ def test_heun_of_edm(case):
     used = iter([noise for noise, sigma in zip(draws, sigmas) if 0.05 <= sigma <= 50])
     churn = dict(churn=40, churn_range=(0.05, 50), churn_scale=1.003, churn_noise=lambda x: next(used))
     x0 = heun(denoiser, normal((2, 3, 4, 4), seed=0), steps=theirs["steps"], **churn if "churn" in case else {})
-    close(denoiser.asked, theirs["sigma_of_call"], relative=1e-13)
-    close(x0.flatten(), theirs["values"], absolute=1e-10)
+    assert_close(denoiser.asked, theirs["sigma_of_call"], relative=1e-13)
+    assert_close(x0.flatten(), theirs["values"], absolute=1e-10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ def test_released_file_loads(tmp_path, file, case):
     torch.save(state, tmp_path / file)
     model = build(case)
     load(model, case, torch.load(tmp_path / file, weights_only=True))
-    close_samples(run(model, case), MODELS[case]["output"], absolute=2e-5)
+    assert_close_samples(run(model, case), MODELS[case]["output"], absolute=2e-5)
 
 
 @pytest.mark.parametrize("case", ["uvit_none", "adm_unet_cifar"])

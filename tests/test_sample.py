@@ -266,7 +266,8 @@ def test_fewer_images_into_the_same_folder_leave_the_labels_of_all(command, runs
 
 @pytest.mark.parametrize("words", [["sample.py", "run", "--count", "2", "--out", "a.png"], ["train.py", "--resume", "--out", "run", "--steps", "3"]])
 def test_commands_work_with_a_closed_output(runs, words):
-    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, str(ROOT / words[0]), *words[1:]], cwd=runs, stderr=subprocess.PIPE, text=True)
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, ROOT / words[0]]
+    done = subprocess.run([*closing, *words[1:]], cwd=runs, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
