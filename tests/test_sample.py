@@ -446,7 +446,7 @@ MISTAKES = [
     (["run", "--steps", "0"], "--steps must be"),
     (["run", "--steps", "1001"], "--steps must be"),
     (["run", "--seed", "-1"], "--seed must be"),
-    (["run", "--solver", "ddim"], "--solver"),
+    (["run", "--solver", "nothing"], "--solver"),
     (["run", "--labels", "3"], "--labels '3'"),
     (["run", "--labels", "dog"], "--labels 'dog'"),
     (["run", "--labels", "-1"], "--labels"),
